@@ -1,0 +1,277 @@
+"""The token recurrence in plain Triton: one kernel for fused_recurrent_kda, for decoding against a state pool and for verification.
+
+Per token t of one sequence and value head (docs/math.md):
+
+    a  = exp(g)                                  [K]     gate activation, fp32
+    kD = D^T k,  qD = D^T q   with D = a * S     [V]     one pass over the state
+    r  = beta (v - kD)                           [V]
+    o  = scale (qD + (q . k) r)                  [V]     equals scale S_t^T q, without a second pass
+    S  = D + k r^T                               [K, V]
+
+Grid: one program per (sequence, value head, block of BV values), BV fastest. A program keeps its [BV, BK] state tile in registers, BK the
+power of two that covers K, whichever way the state lies in memory. With one token per sequence the token's loads are issued before the
+state's: the first waits for nothing, the second for the slot index.
+
+Where a sequence's state comes from and goes to:
+    slots.index is None   state n of `source` (None: zeros), written to state n of `sink` (None: nowhere) after the last token
+    slots.index [N, W]    slot index[n, accepted[n] - 1] (column 0 without `accepted`). EACH writes the state after token t to slot
+                          index[n, FIRST_COLUMN + t], otherwise the last one goes to the slot that was read
+A slot outside [FIRST_SLOT, slots) is no slot: a sequence that reads from one is skipped (its o is zeros, nothing is written), a state
+that belongs to one is dropped. Two sequences that share a slot in one call leave one of their states there, whole rows of V at a time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from openkda.portable.activation import LOG2E, activate_beta, log_decay
+from openkda.problem import FLOAT_DTYPES, MAX_HEAD_DIM, Inputs, Problem
+
+
+class Tokens(NamedTuple):
+    """Per-token tensors on one axis of R rows; pairs of strides (row, head) follow in `TokenStrides`."""
+
+    q: torch.Tensor  # [R, H, K]
+    k: torch.Tensor  # [R, H, K]
+    v: torch.Tensor  # [R, HV, V]
+    gate: torch.Tensor  # [R, HV, K]
+    beta: torch.Tensor  # [R, HV]
+    o: torch.Tensor  # [R, HV, V]
+
+
+class Slots(NamedTuple):
+    """Which state belongs to which sequence."""
+
+    index: torch.Tensor | None  # [N, W] int32
+    accepted: torch.Tensor | None  # [N] int32
+    has_initial: torch.Tensor | None  # [N] bool; False: start from zero whatever the slot holds
+    bounds: torch.Tensor | None  # rows of sequence n are bounds[n * stride] .. bounds[n * stride + 1]; None: S rows each
+
+
+@dataclass(frozen=True)
+class Config:
+    """Launch configuration of one recurrence kernel."""
+
+    block_v: int  # values per program
+    num_warps: int
+
+
+def config(K: int, V: int, state_bytes: int, v_first: bool, sequences_times_heads: int) -> Config:
+    """Block of V and warps for one problem. One warp holds at most 64 state values per lane."""
+    block_k = triton.next_power_of_2(K)
+    rows = max(1, 2048 // block_k)
+    if not v_first:
+        rows = max(rows, 128 // state_bytes)  # the memory's contiguous axis is V: whole 128-byte lines
+    block_v = min(triton.next_power_of_2(V), rows)
+    return Config(block_v=block_v, num_warps=max(1, min(8, block_v * block_k // 2048)))
+
+
+@triton.jit
+def _across_k(x, V_FIRST: tl.constexpr):
+    """[BK] -> broadcastable against the state tile."""
+    return x[None, :] if V_FIRST else x[:, None]
+
+
+@triton.jit
+def _across_v(x, V_FIRST: tl.constexpr):
+    """[BV] -> broadcastable against the state tile."""
+    return x[:, None] if V_FIRST else x[None, :]
+
+
+@triton.jit
+def token_step(S, q, k, v, a, beta, qk, V_FIRST: tl.constexpr):
+    """One token: (S_t, S_t^T q). q, k, a [BK]; v [BV]; beta, qk = q . k scalars; S the state tile. All fp32."""
+    K_AXIS: tl.constexpr = 1 if V_FIRST else 0
+    kx = _across_k(k, V_FIRST)
+    D = S * _across_k(a, V_FIRST)
+    kD = tl.sum(D * kx, axis=K_AXIS)
+    qD = tl.sum(D * _across_k(q, V_FIRST), axis=K_AXIS)
+    r = beta * (v - kD)
+    return D + kx * _across_v(r, V_FIRST), qD + qk * r
+
+
+@triton.jit
+def normalise(q, k, scale, QK_L2NORM: tl.constexpr):
+    """(q * scale, k, their product) with q and k [BK] L2-normalised first where asked for."""
+    if QK_L2NORM:
+        q = q * tl.rsqrt(tl.sum(q * q, axis=0) + 1e-6)
+        k = k * tl.rsqrt(tl.sum(k * k, axis=0) + 1e-6)
+    q = q * scale
+    return q, k, tl.sum(q * k, axis=0)
+
+
+@triton.jit
+def _load_token(
+    tokens, strides, row, i_h, i_hv, offs_k, offs_v, A, bias, scale, lower_bound, K: tl.constexpr, V: tl.constexpr, GATE: tl.constexpr,
+    QK_L2NORM: tl.constexpr, BETA_SIGMOID: tl.constexpr, NEG_EIGVAL: tl.constexpr,
+):  # fmt: skip
+    """The token at `row`, ready for `token_step`: (q, k, v, a, beta, qk)."""
+    mask_k = offs_k < K
+    q = tl.load(tokens.q + row * strides[0] + i_h * strides[1] + offs_k, mask=mask_k, other=0.0).to(tl.float32)
+    k = tl.load(tokens.k + row * strides[2] + i_h * strides[3] + offs_k, mask=mask_k, other=0.0).to(tl.float32)
+    v = tl.load(tokens.v + row * strides[4] + i_hv * strides[5] + offs_v, mask=offs_v < V, other=0.0).to(tl.float32)
+    gate = tl.load(tokens.gate + row * strides[6] + i_hv * strides[7] + offs_k, mask=mask_k, other=0.0).to(tl.float32)
+    beta = tl.load(tokens.beta + row * strides[8] + i_hv * strides[9]).to(tl.float32)
+    a = tl.exp2(log_decay(gate, A, bias, lower_bound, GATE) * LOG2E)
+    q, k, qk = normalise(q, k, scale, QK_L2NORM)
+    return q, k, v, a, activate_beta(beta, BETA_SIGMOID, NEG_EIGVAL), qk
+
+
+@triton.jit
+def find_slot(slots, index_stride, n, num_slots, FIRST_SLOT: tl.constexpr, WIDTH: tl.constexpr):
+    """(slot that sequence n reads, whether there is one)."""
+    if slots.index is None:
+        return n, n >= 0
+    column = 0
+    ok = n >= 0
+    if slots.accepted is not None:
+        accepted = tl.load(slots.accepted + n).to(tl.int64)
+        ok = (accepted >= 1) & (accepted <= WIDTH)
+        column = tl.where(ok, accepted - 1, 0)
+    slot = tl.load(slots.index + n * index_stride[0] + column * index_stride[1]).to(tl.int64)
+    ok = ok & (slot >= FIRST_SLOT) & (slot < num_slots)
+    return tl.where(ok, slot, 0), ok
+
+
+@triton.jit
+def find_step_slot(slots, index_stride, n, column, num_slots, FIRST_SLOT: tl.constexpr, WIDTH: tl.constexpr):
+    """(slot that takes sequence n's state of `column`, whether there is one)."""
+    ok = column < WIDTH
+    slot = tl.load(slots.index + n * index_stride[0] + column * index_stride[1], mask=ok, other=-1).to(tl.int64)
+    ok = ok & (slot >= FIRST_SLOT) & (slot < num_slots)
+    return tl.where(ok, slot, 0), ok
+
+
+@triton.jit
+def sequence_rows(slots, bounds_stride, n, S, R):
+    """First and end row of sequence n, clamped to the R rows there are: a bad table must not lead to a wild address."""
+    if slots.bounds is None:
+        first = n * S
+        end = first + S
+    else:
+        first = tl.load(slots.bounds + n * bounds_stride).to(tl.int64)
+        end = tl.load(slots.bounds + n * bounds_stride + 1).to(tl.int64)
+        first = tl.minimum(tl.maximum(first, 0), R)
+        end = tl.minimum(end, R)
+    return first, end
+
+
+@triton.jit(do_not_specialize=["S", "R", "num_slots"])
+def recurrent_kernel(
+    tokens, strides, gate_params, source, sink, slots, slot_strides, S, R, num_slots, scale, lower_bound,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, V_FIRST: tl.constexpr,
+    GATE: tl.constexpr, QK_L2NORM: tl.constexpr, BETA_SIGMOID: tl.constexpr, NEG_EIGVAL: tl.constexpr, FIRST_SLOT: tl.constexpr,
+    WIDTH: tl.constexpr, EACH: tl.constexpr, FIRST_COLUMN: tl.constexpr, ONE_TOKEN: tl.constexpr,
+):  # fmt: skip
+    """See the module's head. tokens: Tokens; strides: (row, head) of q, k, v, gate, beta, o; gate_params: (A_log [HV], dt_bias [HV, K]);
+    slots: Slots; slot_strides: (source slot, sink slot, index row, index column, bounds). S tokens per sequence unless slots.bounds."""
+    pid = tl.program_id(0)
+    NV: tl.constexpr = (V + BV - 1) // BV
+    i_v = pid % NV
+    i_hv = (pid // NV) % HV
+    n = (pid // (NV * HV)).to(tl.int64)
+    i_h = (i_hv // (HV // H)).to(tl.int64)
+    i_hv = i_hv.to(tl.int64)
+    offs_k = tl.arange(0, BK)
+    offs_v = i_v * BV + tl.arange(0, BV)
+    index_stride = (slot_strides[2], slot_strides[3])
+
+    slot, ok = find_slot(slots, index_stride, n, num_slots, FIRST_SLOT, WIDTH)
+    first, end = sequence_rows(slots, slot_strides[4], n, S, R)
+    A = 1.0
+    bias = 0.0
+    if gate_params[0] is not None:
+        A = tl.exp2(tl.load(gate_params[0] + i_hv).to(tl.float32) * LOG2E)
+    if gate_params[1] is not None:
+        bias = tl.load(gate_params[1] + i_hv * K + offs_k, mask=offs_k < K, other=0.0).to(tl.float32)
+    if ONE_TOKEN:
+        q, k, v, a, beta, qk = _load_token(
+            tokens, strides, first, i_h, i_hv, offs_k, offs_v, A, bias, scale, lower_bound, K, V, GATE, QK_L2NORM, BETA_SIGMOID, NEG_EIGVAL
+        )
+
+    mask_s = _across_k(offs_k < K, V_FIRST) & _across_v(offs_v < V, V_FIRST)
+    if V_FIRST:
+        offs_s = i_hv * (K * V) + offs_v[:, None] * K + offs_k[None, :]
+    else:
+        offs_s = i_hv * (K * V) + offs_k[:, None] * V + offs_v[None, :]
+    state = tl.zeros([BV, BK] if V_FIRST else [BK, BV], dtype=tl.float32)
+    if source is not None:
+        wanted = ok
+        if slots.has_initial is not None:
+            wanted = ok & (tl.load(slots.has_initial + n) != 0)
+        state = tl.load(source + slot * slot_strides[0] + offs_s, mask=mask_s & wanted, other=0.0).to(tl.float32)
+
+    if ONE_TOKEN:
+        state, o = token_step(state, q, k, v, a, beta, qk, V_FIRST)
+        p_o = tokens.o + first * strides[10] + i_hv * strides[11] + offs_v
+        tl.store(p_o, tl.where(ok, o, 0.0).to(tokens.o.dtype.element_ty), mask=offs_v < V)
+        if EACH:
+            slot, ok_sink = find_step_slot(slots, index_stride, n, FIRST_COLUMN, num_slots, FIRST_SLOT, WIDTH)
+            ok = ok & ok_sink
+    else:
+        for t in tl.range(0, end - first):
+            row = first + t
+            q, k, v, a, beta, qk = _load_token(
+                tokens, strides, row, i_h, i_hv, offs_k, offs_v, A, bias, scale, lower_bound, K, V, GATE, QK_L2NORM, BETA_SIGMOID,
+                NEG_EIGVAL,
+            )  # fmt: skip
+            state, o = token_step(state, q, k, v, a, beta, qk, V_FIRST)
+            p_o = tokens.o + row * strides[10] + i_hv * strides[11] + offs_v
+            tl.store(p_o, tl.where(ok, o, 0.0).to(tokens.o.dtype.element_ty), mask=offs_v < V)
+            if EACH:
+                slot, ok_sink = find_step_slot(slots, index_stride, n, FIRST_COLUMN + t, num_slots, FIRST_SLOT, WIDTH)
+                p_s = sink + slot * slot_strides[1] + offs_s
+                tl.store(p_s, state.to(sink.dtype.element_ty), mask=mask_s & ok & ok_sink)
+    if sink is not None and (ONE_TOKEN or not EACH):
+        tl.store(sink + slot * slot_strides[1] + offs_s, state.to(sink.dtype.element_ty), mask=mask_s & ok)
+
+
+def flatten_rows(t: torch.Tensor) -> torch.Tensor:
+    """[B, T, ...] -> [B * T, ...], last axis contiguous where it is a head's vector; a copy only where no such view exists."""
+    if t.dim() == 4 and t.stride(-1) != 1:
+        t = t.contiguous()
+    return t.flatten(0, 1)
+
+
+def recurrent_why_not(problem: Problem) -> str | None:
+    """None when `recurrent` serves the problem, otherwise one sentence."""
+    if problem.device_type not in ("cuda", "cpu"):
+        return f"the Triton recurrence runs on GPUs, not on {problem.device_type}"
+    if problem.dtype not in FLOAT_DTYPES:
+        return f"the Triton recurrence computes in fp32, so it does not serve {problem.dtype}"
+    if problem.needs_grad:
+        return "the Triton recurrence has no gradient"
+    if problem.return_intermediate_states:
+        return "the Triton recurrence keeps no intermediate states"
+    if max(problem.K, problem.V) > MAX_HEAD_DIM:
+        return f"the Triton recurrence serves head dims up to {MAX_HEAD_DIM}, not K={problem.K}, V={problem.V}"
+    return None
+
+
+def recurrent(problem: Problem, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Token-by-token forward: o [B, T, HV, V] in q's dtype and final_state (Problem.state_shape, state_dtype) or None."""
+    B, T, H, HV, K, V, N = problem.B, problem.T, problem.H, problem.HV, problem.K, problem.V, problem.N
+    allocate = torch.zeros if problem.varlen else torch.empty  # rows past the last sequence are zeros
+    o = allocate(B, T, HV, V, dtype=problem.dtype, device=inputs.q.device)
+    final = torch.empty(problem.state_shape, dtype=problem.state_dtype, device=inputs.q.device) if problem.output_final_state else None
+    if N == 0:
+        return o, final
+    initial = None if inputs.initial_state is None else inputs.initial_state.contiguous()
+    tokens = Tokens(*(flatten_rows(t) for t in (inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta, o)))
+    strides = tuple(s for t in tokens for s in (t.stride(0), t.stride(1)))
+    A_log = None if inputs.A_log is None else inputs.A_log.contiguous()
+    dt_bias = None if inputs.dt_bias is None else inputs.dt_bias.contiguous()
+    cfg = config(K, V, 4, problem.state_v_first, N * HV)
+    grid = (triton.cdiv(V, cfg.block_v) * HV * N,)
+    recurrent_kernel[grid](
+        tokens, strides, (A_log, dt_bias), initial, final, Slots(None, None, None, inputs.cu_seqlens), (HV * K * V, HV * K * V, 0, 0, 1),
+        T, B * T, N, problem.scale, 0.0 if problem.lower_bound is None else problem.lower_bound,
+        H, HV, K, V, triton.next_power_of_2(K), cfg.block_v, problem.state_v_first, problem.gate, problem.qk_l2norm, problem.beta_sigmoid,
+        problem.neg_eigval, 0, 1, False, 0, False, num_warps=cfg.num_warps,
+    )  # fmt: skip
+    return o, final
