@@ -14,10 +14,12 @@ state's: the first waits for nothing, the second for the slot index.
 
 Where a sequence's state comes from and goes to:
     slots.index is None   state n of `source` (None: zeros), written to state n of `sink` (None: nowhere) after the last token
-    slots.index [N, W]    slot index[n, accepted[n] - 1] (column 0 without `accepted`). EACH writes the state after token t to slot
-                          index[n, FIRST_COLUMN + t], otherwise the last one goes to the slot that was read
+    slots.index [N, W]    slot index[n, accepted[n] - 1] of `source` (column 0 without `accepted`), written back to the same slot of
+                          `sink` after the last token
+    slots.step [N, W']    instead of that, the state after token t goes to slot step[n, t] of `sink`
 A slot outside [FIRST_SLOT, slots) is no slot: a sequence that reads from one is skipped (its o is zeros, nothing is written), a state
-that belongs to one is dropped. Two sequences that share a slot in one call leave one of their states there, whole rows of V at a time.
+that belongs to one is dropped. Sequences that share a slot in one call race: what they leave there and in their o is undefined, and
+nothing else is touched.
 """
 
 from __future__ import annotations
@@ -45,12 +47,24 @@ class Tokens(NamedTuple):
 
 
 class Slots(NamedTuple):
-    """Which state belongs to which sequence."""
+    """Which state belongs to which sequence. Absent tensors are None."""
 
     index: torch.Tensor | None  # [N, W] int32
     accepted: torch.Tensor | None  # [N] int32
+    step: torch.Tensor | None  # [N, W'] int32
     has_initial: torch.Tensor | None  # [N] bool; False: start from zero whatever the slot holds
-    bounds: torch.Tensor | None  # rows of sequence n are bounds[n * stride] .. bounds[n * stride + 1]; None: S rows each
+    bounds: torch.Tensor | None  # sequence n has the rows bounds[n] .. bounds[n + 1]; without it S rows each
+
+
+class SlotSizes(NamedTuple):
+    """Strides in elements, and counts, that belong to `Slots` and the two state tensors."""
+
+    source: int  # between slots
+    sink: int
+    index_row: int
+    index_column: int
+    step_row: int
+    step_column: int
 
 
 @dataclass(frozen=True)
@@ -123,66 +137,65 @@ def _load_token(
 
 
 @triton.jit
-def find_slot(slots, index_stride, n, num_slots, FIRST_SLOT: tl.constexpr, WIDTH: tl.constexpr):
+def find_slot(slots, sizes, n, num_slots, FIRST_SLOT: tl.constexpr, WIDTH: tl.constexpr):
     """(slot that sequence n reads, whether there is one)."""
     if slots.index is None:
         return n, n >= 0
-    column = 0
-    ok = n >= 0
-    if slots.accepted is not None:
-        accepted = tl.load(slots.accepted + n).to(tl.int64)
-        ok = (accepted >= 1) & (accepted <= WIDTH)
-        column = tl.where(ok, accepted - 1, 0)
-    slot = tl.load(slots.index + n * index_stride[0] + column * index_stride[1]).to(tl.int64)
-    ok = ok & (slot >= FIRST_SLOT) & (slot < num_slots)
+    else:
+        column = 0
+        ok = n >= 0
+        if slots.accepted is not None:
+            accepted = tl.load(slots.accepted + n).to(tl.int64)
+            ok = (accepted >= 1) & (accepted <= WIDTH)
+            column = tl.where(ok, accepted - 1, 0)
+        slot = tl.load(slots.index + n * sizes.index_row + column * sizes.index_column).to(tl.int64)
+        ok = ok & (slot >= FIRST_SLOT) & (slot < num_slots)
+        return tl.where(ok, slot, 0), ok
+
+
+@triton.jit
+def find_step_slot(slots, sizes, n, t, num_slots, FIRST_SLOT: tl.constexpr, WIDTH: tl.constexpr):
+    """(slot that takes sequence n's state after token t, whether there is one)."""
+    slot = tl.load(slots.step + n * sizes.step_row + t * sizes.step_column, mask=t < WIDTH, other=-1).to(tl.int64)
+    ok = (slot >= FIRST_SLOT) & (slot < num_slots)
     return tl.where(ok, slot, 0), ok
 
 
 @triton.jit
-def find_step_slot(slots, index_stride, n, column, num_slots, FIRST_SLOT: tl.constexpr, WIDTH: tl.constexpr):
-    """(slot that takes sequence n's state of `column`, whether there is one)."""
-    ok = column < WIDTH
-    slot = tl.load(slots.index + n * index_stride[0] + column * index_stride[1], mask=ok, other=-1).to(tl.int64)
-    ok = ok & (slot >= FIRST_SLOT) & (slot < num_slots)
-    return tl.where(ok, slot, 0), ok
-
-
-@triton.jit
-def sequence_rows(slots, bounds_stride, n, S, R):
+def sequence_rows(slots, n, S, R):
     """First and end row of sequence n, clamped to the R rows there are: a bad table must not lead to a wild address."""
     if slots.bounds is None:
         first = n * S
         end = first + S
     else:
-        first = tl.load(slots.bounds + n * bounds_stride).to(tl.int64)
-        end = tl.load(slots.bounds + n * bounds_stride + 1).to(tl.int64)
-        first = tl.minimum(tl.maximum(first, 0), R)
-        end = tl.minimum(end, R)
+        first = tl.maximum(tl.load(slots.bounds + n).to(tl.int64), 0)
+        end = tl.minimum(tl.load(slots.bounds + n + 1).to(tl.int64), R)
     return first, end
 
 
-@triton.jit(do_not_specialize=["S", "R", "num_slots"])
+@triton.jit(do_not_specialize=["S", "R", "num_source", "num_sink"])
 def recurrent_kernel(
-    tokens, strides, gate_params, source, sink, slots, slot_strides, S, R, num_slots, scale, lower_bound,
+    tokens, strides, gate_params, source, sink, slots, sizes, S, R, num_source, num_sink, scale, lower_bound,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, V_FIRST: tl.constexpr,
     GATE: tl.constexpr, QK_L2NORM: tl.constexpr, BETA_SIGMOID: tl.constexpr, NEG_EIGVAL: tl.constexpr, FIRST_SLOT: tl.constexpr,
-    WIDTH: tl.constexpr, EACH: tl.constexpr, FIRST_COLUMN: tl.constexpr, ONE_TOKEN: tl.constexpr,
+    WIDTH: tl.constexpr, STEP_WIDTH: tl.constexpr, ONE_TOKEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """See the module's head. tokens: Tokens; strides: (row, head) of q, k, v, gate, beta, o; gate_params: (A_log [HV], dt_bias [HV, K]);
-    slots: Slots; slot_strides: (source slot, sink slot, index row, index column, bounds). S tokens per sequence unless slots.bounds."""
+    slots: Slots; sizes: SlotSizes. S tokens per sequence unless slots.bounds; R rows in all."""
     pid = tl.program_id(0)
     NV: tl.constexpr = (V + BV - 1) // BV
     i_v = pid % NV
-    i_hv = (pid // NV) % HV
     n = (pid // (NV * HV)).to(tl.int64)
-    i_h = (i_hv // (HV // H)).to(tl.int64)
-    i_hv = i_hv.to(tl.int64)
+    i_hv = ((pid // NV) % HV).to(tl.int64)
+    i_h = i_hv // (HV // H)
     offs_k = tl.arange(0, BK)
     offs_v = i_v * BV + tl.arange(0, BV)
-    index_stride = (slot_strides[2], slot_strides[3])
+    if PDL:  # nothing above reads memory; the next kernel may be placed, not started, while this one runs
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
 
-    slot, ok = find_slot(slots, index_stride, n, num_slots, FIRST_SLOT, WIDTH)
-    first, end = sequence_rows(slots, slot_strides[4], n, S, R)
+    slot, ok = find_slot(slots, sizes, n, num_source, FIRST_SLOT, WIDTH)
+    first, end = sequence_rows(slots, n, S, R)
     A = 1.0
     bias = 0.0
     if gate_params[0] is not None:
@@ -204,15 +217,15 @@ def recurrent_kernel(
         wanted = ok
         if slots.has_initial is not None:
             wanted = ok & (tl.load(slots.has_initial + n) != 0)
-        state = tl.load(source + slot * slot_strides[0] + offs_s, mask=mask_s & wanted, other=0.0).to(tl.float32)
+        state = tl.load(source + slot * sizes.source + offs_s, mask=mask_s & wanted, other=0.0).to(tl.float32)
 
     if ONE_TOKEN:
         state, o = token_step(state, q, k, v, a, beta, qk, V_FIRST)
         p_o = tokens.o + first * strides[10] + i_hv * strides[11] + offs_v
         tl.store(p_o, tl.where(ok, o, 0.0).to(tokens.o.dtype.element_ty), mask=offs_v < V)
-        if EACH:
-            slot, ok_sink = find_step_slot(slots, index_stride, n, FIRST_COLUMN, num_slots, FIRST_SLOT, WIDTH)
-            ok = ok & ok_sink
+        if slots.step is not None:
+            slot, has_sink = find_step_slot(slots, sizes, n, 0, num_sink, FIRST_SLOT, STEP_WIDTH)
+            ok = ok & has_sink
     else:
         for t in tl.range(0, end - first):
             row = first + t
@@ -223,12 +236,12 @@ def recurrent_kernel(
             state, o = token_step(state, q, k, v, a, beta, qk, V_FIRST)
             p_o = tokens.o + row * strides[10] + i_hv * strides[11] + offs_v
             tl.store(p_o, tl.where(ok, o, 0.0).to(tokens.o.dtype.element_ty), mask=offs_v < V)
-            if EACH:
-                slot, ok_sink = find_step_slot(slots, index_stride, n, FIRST_COLUMN + t, num_slots, FIRST_SLOT, WIDTH)
-                p_s = sink + slot * slot_strides[1] + offs_s
-                tl.store(p_s, state.to(sink.dtype.element_ty), mask=mask_s & ok & ok_sink)
-    if sink is not None and (ONE_TOKEN or not EACH):
-        tl.store(sink + slot * slot_strides[1] + offs_s, state.to(sink.dtype.element_ty), mask=mask_s & ok)
+            if slots.step is not None:
+                step_slot, has_sink = find_step_slot(slots, sizes, n, t, num_sink, FIRST_SLOT, STEP_WIDTH)
+                p_s = sink + step_slot * sizes.sink + offs_s
+                tl.store(p_s, state.to(sink.dtype.element_ty), mask=mask_s & ok & has_sink)
+    if sink is not None and (ONE_TOKEN or slots.step is None):
+        tl.store(sink + slot * sizes.sink + offs_s, state.to(sink.dtype.element_ty), mask=mask_s & ok)
 
 
 def flatten_rows(t: torch.Tensor) -> torch.Tensor:
@@ -269,9 +282,9 @@ def recurrent(problem: Problem, inputs: Inputs) -> tuple[torch.Tensor, torch.Ten
     cfg = config(K, V, 4, problem.state_v_first, N * HV)
     grid = (triton.cdiv(V, cfg.block_v) * HV * N,)
     recurrent_kernel[grid](
-        tokens, strides, (A_log, dt_bias), initial, final, Slots(None, None, None, inputs.cu_seqlens), (HV * K * V, HV * K * V, 0, 0, 1),
-        T, B * T, N, problem.scale, 0.0 if problem.lower_bound is None else problem.lower_bound,
+        tokens, strides, (A_log, dt_bias), initial, final, Slots(None, None, None, None, inputs.cu_seqlens),
+        SlotSizes(HV * K * V, HV * K * V, 0, 0, 0, 0), T, B * T, N, N, problem.scale, problem.lower_bound or 0.0,
         H, HV, K, V, triton.next_power_of_2(K), cfg.block_v, problem.state_v_first, problem.gate, problem.qk_l2norm, problem.beta_sigmoid,
-        problem.neg_eigval, 0, 1, False, 0, False, num_warps=cfg.num_warps,
+        problem.neg_eigval, 0, 1, 1, T == 1 and not problem.varlen, False, num_warps=cfg.num_warps,
     )  # fmt: skip
     return o, final
