@@ -31,8 +31,12 @@ import torch
 import triton
 import triton.language as tl
 
-from openkda.portable.activation import LOG2E, activate_beta, log_decay
+from openkda.portable.gate import softplus
+from openkda.portable.tile import sigmoid
 from openkda.problem import FLOAT_DTYPES, MAX_HEAD_DIM, Inputs, Problem
+
+
+LOG2E = tl.constexpr(1.4426950408889634)
 
 
 class Tokens(NamedTuple):
@@ -120,6 +124,26 @@ def normalise(q, k, scale, QK_L2NORM: tl.constexpr):
 
 
 @triton.jit
+def decay_factor(gate, A, bias, lower_bound, GATE: tl.constexpr):
+    """exp(g) of gate values (logits unless GATE == "none"); A = exp(A_log)."""
+    if GATE == "softplus":
+        gate = -A * softplus(gate + bias)
+    elif GATE == "bounded":
+        gate = lower_bound * sigmoid(A * (gate + bias))
+    return tl.exp2(gate * LOG2E)
+
+
+@triton.jit
+def write_strength(beta, BETA_SIGMOID: tl.constexpr, NEG_EIGVAL: tl.constexpr):
+    """beta, or the sigmoid of its logit, twice that where negative eigenvalues are allowed."""
+    if BETA_SIGMOID:
+        beta = sigmoid(beta)
+        if NEG_EIGVAL:
+            beta = 2.0 * beta
+    return beta
+
+
+@triton.jit
 def _load_token(
     tokens, strides, row, i_h, i_hv, offs_k, offs_v, A, bias, scale, lower_bound, K: tl.constexpr, V: tl.constexpr, GATE: tl.constexpr,
     QK_L2NORM: tl.constexpr, BETA_SIGMOID: tl.constexpr, NEG_EIGVAL: tl.constexpr,
@@ -131,9 +155,9 @@ def _load_token(
     v = tl.load(tokens.v + row * strides[4] + i_hv * strides[5] + offs_v, mask=offs_v < V, other=0.0).to(tl.float32)
     gate = tl.load(tokens.gate + row * strides[6] + i_hv * strides[7] + offs_k, mask=mask_k, other=0.0).to(tl.float32)
     beta = tl.load(tokens.beta + row * strides[8] + i_hv * strides[9]).to(tl.float32)
-    a = tl.exp2(log_decay(gate, A, bias, lower_bound, GATE) * LOG2E)
+    a = decay_factor(gate, A, bias, lower_bound, GATE)
     q, k, qk = normalise(q, k, scale, QK_L2NORM)
-    return q, k, v, a, activate_beta(beta, BETA_SIGMOID, NEG_EIGVAL), qk
+    return q, k, v, a, write_strength(beta, BETA_SIGMOID, NEG_EIGVAL), qk
 
 
 @triton.jit
@@ -251,7 +275,7 @@ def flatten_rows(t: torch.Tensor) -> torch.Tensor:
     return t.flatten(0, 1)
 
 
-def recurrent_why_not(problem: Problem) -> str | None:
+def why_not(problem: Problem) -> str | None:
     """None when `recurrent` serves the problem, otherwise one sentence."""
     if problem.device_type not in ("cuda", "cpu"):
         return f"the Triton recurrence runs on GPUs, not on {problem.device_type}"
