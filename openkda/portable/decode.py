@@ -35,7 +35,6 @@ from openkda.portable.gate import softplus
 from openkda.portable.tile import sigmoid
 from openkda.problem import FLOAT_DTYPES, MAX_HEAD_DIM, Inputs, Problem
 
-
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
