@@ -1,0 +1,7 @@
+"""Kimi Delta Attention: kernels, reference, layer and model."""
+
+from openkda.ops import chunk_kda, fused_kda_gate, fused_recurrent_kda
+from openkda.reference import naive_chunk_kda, naive_recurrent_kda
+
+__version__ = "0.1.0"
+__all__ = ["chunk_kda", "fused_kda_gate", "fused_recurrent_kda", "naive_chunk_kda", "naive_recurrent_kda"]

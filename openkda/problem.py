@@ -1,0 +1,289 @@
+"""What one KDA call asks for: `Problem` (sizes, dtypes, options; frozen and hashable) and `Inputs` (its tensors).
+
+Every check of the public functions lives here. A call is described by a `Problem` exactly once; backends read nothing else to decide
+whether they serve it (`why_not`) and how they launch it. Names follow docs/math.md: B batch, T tokens, H q/k heads, HV value heads,
+K key dim, V value dim, N sequences, C chunk size.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+
+from openkda.plan import Plan
+
+FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+REFERENCE_DTYPES = (*FLOAT_DTYPES, torch.float64)  # fp64 is served by the torch backend alone, for gradient checks
+MAX_HEAD_DIM = 256
+CHUNK_SIZES = (32, 64)
+GATES = ("none", "softplus", "bounded")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Sizes, dtypes and options of one call. Hashable; two calls with equal problems launch the same kernels."""
+
+    B: int
+    T: int
+    H: int
+    HV: int
+    K: int
+    V: int
+    N: int  # sequences; equals B when not varlen
+    varlen: bool
+    dtype: torch.dtype  # of q, k, v and o
+    gate_dtype: torch.dtype  # of g as given
+    beta_dtype: torch.dtype
+    state_dtype: torch.dtype  # of initial_state and final_state
+    scale: float
+    gate: str  # "none": g is the log decay; "softplus", "bounded": g holds gate logits
+    lower_bound: float | None  # natural log; bounds g from below when gate == "bounded" or safe_gate
+    safe_gate: bool  # g is promised to lie in [lower_bound, 0)
+    has_A_log: bool
+    has_dt_bias: bool
+    qk_l2norm: bool
+    beta_sigmoid: bool
+    neg_eigval: bool  # beta = 2 * sigmoid(logit)
+    has_initial_state: bool
+    output_final_state: bool
+    return_intermediate_states: bool
+    state_v_first: bool
+    chunk_size: int
+    needs_grad: bool
+    device_type: str
+    capability: tuple[int, int] | None  # CUDA compute capability; None on other devices
+
+    @property
+    def group(self) -> int:
+        """Value heads per q/k head."""
+        return self.HV // self.H
+
+    @property
+    def bounded(self) -> bool:
+        """True when every log decay is known to lie in [lower_bound, 0)."""
+        return self.gate == "bounded" or self.safe_gate
+
+    @property
+    def state_shape(self) -> tuple[int, int, int, int]:
+        """Shape of initial_state and final_state."""
+        return (self.N, self.HV, self.V, self.K) if self.state_v_first else (self.N, self.HV, self.K, self.V)
+
+    def replace(self, **changes: object) -> Problem:
+        """A copy with some fields changed."""
+        return replace(self, **changes)
+
+
+@dataclass(slots=True)
+class Inputs:
+    """The tensors of one call, already checked against its `Problem`. Never written to."""
+
+    q: torch.Tensor  # [B, T, H, K]
+    k: torch.Tensor  # [B, T, H, K]
+    v: torch.Tensor  # [B, T, HV, V]
+    g: torch.Tensor  # [B, T, HV, K] log decay, or gate logits
+    beta: torch.Tensor  # [B, T, HV]
+    A_log: torch.Tensor | None  # [HV] fp32
+    dt_bias: torch.Tensor | None  # [HV, K] fp32
+    initial_state: torch.Tensor | None  # Problem.state_shape
+    cu_seqlens: torch.Tensor | None  # [N + 1] int32 or int64, on the device
+    lengths: tuple[int, ...] | None = None  # sequence lengths where the host knows them (varlen only)
+
+    def plan(self, problem: Problem, chunk_size: int) -> Plan:
+        """The chunk tables of this call (openkda/plan.py)."""
+        return Plan.build(self.cu_seqlens, problem.B, problem.T, chunk_size, self.q.device)
+
+
+def fail(name: str, got: object, want: str) -> ValueError:
+    """The one form of a refusal: the argument, what it is, what it must be."""
+    return ValueError(f"{name} is {got}; it must be {want}")
+
+
+class Meta(NamedTuple):
+    """What the checks read of a tensor. Hashable, so that a repeated call costs one dictionary lookup."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+
+def _meta(name: str, t: object) -> Meta | None:
+    if t is None:
+        return None
+    if not isinstance(t, torch.Tensor):
+        raise TypeError(f"{name} is a {type(t).__name__}; it must be a torch.Tensor")
+    return Meta(t.shape, t.dtype, t.device)
+
+
+def _check_tensor(name: str, t: Meta, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], device: torch.device) -> None:
+    if tuple(t.shape) != shape:
+        raise fail(f"{name}'s shape", list(t.shape), str(list(shape)))
+    if t.dtype not in dtypes:
+        raise fail(f"{name}'s dtype", t.dtype, "one of " + ", ".join(map(str, dtypes)))
+    if t.device != device:
+        raise fail(f"{name}'s device", t.device, f"{device}, where q is")
+
+
+def _check_sizes(q: Meta, k: Meta, v: Meta, g: Meta, beta: Meta) -> None:
+    for name, t in (("q", q), ("v", v)):
+        if t.ndim != 4:
+            raise fail(f"{name}'s shape", list(t.shape), f"[B, T, {'HV, V' if name == 'v' else 'H, K'}]")
+        if not 1 <= t.shape[-1] <= MAX_HEAD_DIM:
+            raise fail(f"{name}'s last dimension", t.shape[-1], f"between 1 and {MAX_HEAD_DIM}")
+        if t.shape[2] < 1:
+            raise fail(f"{name}'s head count", t.shape[2], "at least 1")
+    B, T, H, K = q.shape
+    HV = v.shape[2]
+    if HV % H:
+        raise fail("v's head count", HV, f"a multiple of q's head count {H}")
+    if q.dtype not in REFERENCE_DTYPES:
+        raise fail("q's dtype", q.dtype, "one of " + ", ".join(map(str, FLOAT_DTYPES)))
+    gate_dtypes = REFERENCE_DTYPES if q.dtype == torch.float64 else FLOAT_DTYPES
+    _check_tensor("k", k, (B, T, H, K), (q.dtype,), q.device)
+    _check_tensor("v", v, (B, T, HV, v.shape[-1]), (q.dtype,), q.device)
+    _check_tensor("g", g, (B, T, HV, K), gate_dtypes, q.device)
+    _check_tensor("beta", beta, (B, T, HV), gate_dtypes, q.device)
+
+
+def _check_gate(gate: str, lower_bound: float | None, safe_gate: bool, has_A_log: bool, has_dt_bias: bool) -> None:
+    if lower_bound is not None and not -5.0 <= float(lower_bound) < 0.0:
+        raise fail("lower_bound", lower_bound, "in [-5, 0)")
+    if safe_gate and lower_bound is None:
+        raise fail("lower_bound", None, "given in [-5, 0) with safe_gate=True")
+    if gate == "softplus" and not has_A_log:
+        raise fail("A_log", None, "a tensor [HV] when use_gate_in_kernel=True without lower_bound")
+    if gate == "none" and (has_A_log or has_dt_bias):
+        raise fail("A_log" if has_A_log else "dt_bias", "given", "None unless use_gate_in_kernel=True (g is then the log decay)")
+
+
+@lru_cache(maxsize=64)
+def _capability(device: torch.device) -> tuple[int, int] | None:
+    if device.type != "cuda" or torch.version.hip:
+        return None
+    return torch.cuda.get_device_capability(device)
+
+
+@lru_cache(maxsize=1024)
+def _build(
+    q: Meta, k: Meta, v: Meta, g: Meta, beta: Meta, A_log: Meta | None, dt_bias: Meta | None, state: Meta | None, cu: Meta | None,
+    scale: float | None, gate: str, lower_bound: float | None, safe_gate: bool, l2norm: bool, sigmoid: bool, neg: bool, final: bool,
+    states: bool, v_first: bool, chunk_size: int, needs_grad: bool,
+) -> Problem:  # fmt: skip
+    """Checks and `Problem` from tensor metadata alone."""
+    _check_sizes(q, k, v, g, beta)
+    _check_gate(gate, lower_bound, safe_gate, A_log is not None, dt_bias is not None)
+    B, T, H, K = q.shape
+    HV, V = v.shape[2:]
+    for name, t, shapes in (("A_log", A_log, ((HV,), (1, 1, HV, 1))), ("dt_bias", dt_bias, ((HV * K,), (HV, K)))):
+        if t is not None:
+            if tuple(t.shape) not in shapes:
+                raise fail(f"{name}'s shape", list(t.shape), " or ".join(str(list(s)) for s in shapes))
+            _check_tensor(name, t, tuple(t.shape), REFERENCE_DTYPES, q.device)
+    N = B
+    if cu is not None:
+        if cu.ndim != 1 or cu.shape[0] < 1:
+            raise fail("cu_seqlens's shape", list(cu.shape), "[N + 1]")
+        if cu.dtype not in (torch.int32, torch.int64):
+            raise fail("cu_seqlens's dtype", cu.dtype, "torch.int32 or torch.int64")
+        if B != 1:
+            raise fail("q's batch size", B, "1 with cu_seqlens, the sequences packed along T")
+        N = cu.shape[0] - 1
+    if neg and not sigmoid:
+        raise fail("allow_neg_eigval", True, "False unless use_beta_sigmoid_in_kernel=True; otherwise scale beta yourself")
+    if chunk_size not in CHUNK_SIZES:
+        raise fail("chunk_size", chunk_size, "one of " + ", ".join(map(str, CHUNK_SIZES)))
+    state_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    if state is not None:
+        want = (N, HV, V, K) if v_first else (N, HV, K, V)
+        if tuple(state.shape) != want:
+            raise fail("initial_state's shape", list(state.shape), f"{list(want)} ([N, HV, {'V, K' if v_first else 'K, V'}])")
+        _check_tensor("initial_state", state, want, (torch.float32, torch.bfloat16, state_dtype), q.device)
+        state_dtype = state.dtype
+    return Problem(
+        B=B, T=T, H=H, HV=HV, K=K, V=V, N=N, varlen=cu is not None, dtype=q.dtype, gate_dtype=g.dtype, beta_dtype=beta.dtype,
+        state_dtype=state_dtype, scale=float(K**-0.5 if scale is None else scale), gate=gate,
+        lower_bound=None if lower_bound is None else float(lower_bound), safe_gate=safe_gate, has_A_log=A_log is not None,
+        has_dt_bias=dt_bias is not None, qk_l2norm=l2norm, beta_sigmoid=sigmoid, neg_eigval=neg, has_initial_state=state is not None,
+        output_final_state=final, return_intermediate_states=states, state_v_first=v_first, chunk_size=chunk_size, needs_grad=needs_grad,
+        device_type=q.device.type, capability=_capability(q.device),
+    )  # fmt: skip
+
+
+def describe(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, *, A_log: torch.Tensor | None,
+    dt_bias: torch.Tensor | None, initial_state: torch.Tensor | None, cu_seqlens: torch.Tensor | None, cu_seqlens_cpu: torch.Tensor | None,
+    scale: float | None, use_gate_in_kernel: bool, lower_bound: float | None, safe_gate: bool, use_qk_l2norm_in_kernel: bool,
+    use_beta_sigmoid_in_kernel: bool, allow_neg_eigval: bool, output_final_state: bool, return_intermediate_states: bool,
+    state_v_first: bool, chunk_size: int, check_lengths: bool = True,
+) -> tuple[Problem, Inputs]:  # fmt: skip
+    """Check every argument of a public function and return its `Problem` and `Inputs`.
+
+    Raises ValueError or TypeError naming the argument, its value and what is allowed. `check_lengths=False` skips reading cu_seqlens
+    on the host (CUDA graphs): the kernels clamp what they read, so a bad table gives wrong values, never a wild address."""
+    if scale is not None and not (isinstance(scale, (int, float)) and not isinstance(scale, bool)):
+        raise TypeError(f"scale is a {type(scale).__name__}; it must be a number or None")
+    if chunk_size is None or isinstance(chunk_size, bool) or not isinstance(chunk_size, int):
+        raise TypeError(f"chunk_size is {chunk_size!r}; it must be an int")
+    if not use_gate_in_kernel:
+        gate = "none"
+    else:
+        gate = "softplus" if lower_bound is None else "bounded"
+    tensors = (q, k, v, g, beta, A_log, dt_bias, initial_state)
+    needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors if isinstance(t, torch.Tensor))
+    problem = _build(
+        _meta("q", q), _meta("k", k), _meta("v", v), _meta("g", g), _meta("beta", beta), _meta("A_log", A_log), _meta("dt_bias", dt_bias),
+        _meta("initial_state", initial_state), _meta("cu_seqlens", cu_seqlens), scale, gate, lower_bound, bool(safe_gate),
+        bool(use_qk_l2norm_in_kernel), bool(use_beta_sigmoid_in_kernel), bool(allow_neg_eigval), bool(output_final_state),
+        bool(return_intermediate_states), bool(state_v_first), chunk_size, needs_grad,
+    )  # fmt: skip
+    lengths = None
+    if problem.varlen and check_lengths:
+        lengths = check_cu_seqlens(cu_seqlens, cu_seqlens_cpu, problem.T)
+    if cu_seqlens is not None and cu_seqlens.device != q.device:
+        cu_seqlens = cu_seqlens.to(q.device)
+    if A_log is not None:
+        A_log = A_log.reshape(problem.HV)
+    if dt_bias is not None:
+        dt_bias = dt_bias.reshape(problem.HV, problem.K)
+    return problem, Inputs(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, lengths)
+
+
+_checked: dict[int, tuple[weakref.ref, int, tuple[int, ...]]] = {}
+
+
+def check_cu_seqlens(cu: torch.Tensor, cu_cpu: torch.Tensor | None, T: int) -> tuple[int, ...]:
+    """The sequence lengths, after checking that cu_seqlens starts at 0, never falls and ends at or before T.
+
+    Reading a device tensor waits for the device, so pass cu_seqlens_cpu where that matters; without it each tensor is read once and
+    remembered until it is written to or freed (a model's layers share one cu_seqlens)."""
+    source = cu if cu_cpu is None else cu_cpu
+    if cu_cpu is not None:
+        if not isinstance(cu_cpu, torch.Tensor) or cu_cpu.device.type != "cpu":
+            raise TypeError(f"cu_seqlens_cpu is {type(cu_cpu).__name__}; it must be a torch.Tensor on the CPU")
+        if tuple(cu_cpu.shape) != tuple(cu.shape):
+            raise fail("cu_seqlens_cpu's shape", list(cu_cpu.shape), f"that of cu_seqlens, {list(cu.shape)}")
+    version = 0 if source.is_inference() else source._version
+    known = _checked.get(id(source))
+    if known is not None and known[0]() is source and known[1] == version and not source.is_inference():
+        lengths = known[2]
+    else:
+        values = source.tolist()
+        if values[0] != 0:
+            raise fail("cu_seqlens's first entry", values[0], "0")
+        lengths = tuple(b - a for a, b in pairwise(values))
+        for n, length in enumerate(lengths):
+            if length < 0:
+                raise fail(f"cu_seqlens[{n + 1}]", values[n + 1], f"at least cu_seqlens[{n}] = {values[n]}")
+        key = id(source)
+        _checked[key] = (weakref.ref(source, lambda _: _checked.pop(key, None)), version, lengths)
+    if sum(lengths) > T:
+        raise fail("cu_seqlens's last entry", sum(lengths), f"at most T = {T}")
+    return lengths

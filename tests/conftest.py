@@ -1,0 +1,47 @@
+"""Markers by hardware, the Triton interpreter on machines without a GPU, and fresh memory filled with NaN."""
+
+import os
+
+import pytest
+import torch
+
+HAS_GPU = torch.cuda.is_available()
+if not HAS_GPU:
+    os.environ["TRITON_INTERPRET"] = "1"  # before any kernel is imported
+
+
+def pytest_collection_modifyitems(config, items):
+    capability = torch.cuda.get_device_capability() if HAS_GPU else (0, 0)
+    missing = {
+        "gpu": not HAS_GPU,
+        "hopper": capability[0] != 9,
+        "multi_gpu": torch.cuda.device_count() < 2,
+    }
+    for item in items:
+        for name, absent in missing.items():
+            if absent and item.get_closest_marker(name):
+                item.add_marker(pytest.mark.skip(reason=f"no device for marker {name}"))
+
+
+@pytest.fixture
+def device():
+    """The device kernels run on: the GPU, or the CPU through the interpreter."""
+    return torch.device("cuda" if HAS_GPU else "cpu")
+
+
+@pytest.fixture(autouse=True)
+def poisoned_empties(monkeypatch):
+    """torch.empty and its relatives return NaN, so that an element nobody writes shows."""
+
+    def poison(create):
+        def created(*args, **kwargs):
+            out = create(*args, **kwargs)
+            if out.is_floating_point() and out.device.type != "meta" and not torch.compiler.is_compiling():
+                with torch.no_grad():
+                    out.fill_(float("nan"))
+            return out
+
+        return created
+
+    for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
+        monkeypatch.setattr(owner, name, poison(getattr(owner, name)))
