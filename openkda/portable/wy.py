@@ -1,0 +1,178 @@
+"""Stage 4: the WY form of a chunk, and the fused preparation that runs stages 2 to 4 on one tile.
+
+    w  = Linv (beta * 2^G * k)      [C, K]
+    u  = Linv (beta * v)            [C, V]
+    kg = 2^(G_C - G) * k            [C, K]
+    qg = scale * 2^G * q            [C, K]
+
+beta and the L2 norm of k multiply the columns of Linv in fp32; the matrix products then take v as given and 2^G * k rounded once.
+
+`wy` is the stage alone: grid (chunk, head), K and V walked in blocks. `prepare` is scores, inverse and WY form in one kernel: L and Linv
+never leave the registers, and q, k, G are read a second time from cache.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from openkda.plan import Plan
+from openkda.portable.config import Config
+from openkda.portable.intra import chunk_scores, norm_factor
+from openkda.portable.solve import invert_unit_lower
+from openkda.portable.tile import as_rows, chunk_bounds, load_beta, load_tile, load_vector, mm, store_tile
+from openkda.problem import Problem
+
+
+@triton.jit
+def write_wy(
+    T,  # [C, C] fp32, the inverse with its columns scaled by beta
+    rq, rk,  # [C] fp32 row factors of q (with scale) and k
+    q_ptr, k_ptr, v_ptr, G_ptr, w_ptr, u_ptr, kg_ptr, qg_ptr,  # at the chunk's first row and head
+    q_row, k_row, v_row, rows, live, length,
+    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, P: tl.constexpr,
+):  # fmt: skip
+    """Form and store w, kg, qg [C, K] and u [C, V]."""
+    Tk = (T * rk[None, :]).to(k_ptr.dtype.element_ty)
+    for v0 in tl.static_range(0, V, BV):
+        cols = v0 + tl.arange(0, BV)
+        v = load_tile(v_ptr, rows, v_row, cols, live, V, BV)
+        store_tile(u_ptr, mm(T.to(v.dtype), v, P), rows, HV * V, cols, live, V, BV)
+    for k0 in tl.static_range(0, K, BK):
+        cols = k0 + tl.arange(0, BK)
+        q = load_tile(q_ptr, rows, q_row, cols, live, K, BK)
+        k = load_tile(k_ptr, rows, k_row, cols, live, K, BK)
+        G = load_tile(G_ptr, rows, HV * K, cols, live, K, BK)
+        last = load_vector(G_ptr + (length - 1) * (HV * K), cols, K, BK)[None, :]
+        kf = k.to(tl.float32)
+        x = tl.exp2(G)
+        w = mm(Tk, (kf * x).to(k.dtype), P)
+        store_tile(w_ptr, w, rows, HV * K, cols, live, K, BK)
+        kg = kf * rk[:, None] * tl.exp2(tl.where(live[:, None], last - G, 0.0))
+        store_tile(kg_ptr, kg, rows, HV * K, cols, live, K, BK)
+        store_tile(qg_ptr, q.to(tl.float32) * rq[:, None] * x, rows, HV * K, cols, live, K, BK)
+
+
+@triton.jit
+def wy_kernel(
+    q_ptr, k_ptr, v_ptr,  # [R, H, K], [R, H, K], [R, HV, V]
+    G_ptr,  # [R, HV, K] fp32
+    beta_ptr,  # [R, HV]
+    Linv_ptr,  # [R, HV, C] fp32
+    w_ptr, u_ptr, kg_ptr, qg_ptr,  # [R, HV, K or V]
+    chunks_ptr,  # [NC, 4] int32
+    q_row, q_head, k_row, k_head, v_row, v_head, beta_row,
+    scale,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    L2NORM: tl.constexpr, SIGMOID: tl.constexpr, NEG: tl.constexpr, P: tl.constexpr,
+):  # fmt: skip
+    h = tl.program_id(1).to(tl.int64)
+    hq = h // (HV // H)
+    first, length = chunk_bounds(chunks_ptr, tl.program_id(0))
+    if length <= 0:
+        return
+    rows = tl.arange(0, C)
+    live = rows < length
+    q_ptr += first * q_row + hq * q_head
+    k_ptr += first * k_row + hq * k_head
+    qq = tl.zeros([C], tl.float32)
+    kk = tl.zeros([C], tl.float32)
+    if L2NORM:
+        for k0 in tl.static_range(0, K, BK):
+            cols = k0 + tl.arange(0, BK)
+            q = load_tile(q_ptr, rows, q_row, cols, live, K, BK).to(tl.float32)
+            k = load_tile(k_ptr, rows, k_row, cols, live, K, BK).to(tl.float32)
+            qq += tl.sum(q * q, 1)
+            kk += tl.sum(k * k, 1)
+    rk = norm_factor(kk, live, L2NORM)
+    beta = load_beta(beta_ptr + first * beta_row + h, rows, beta_row, live, SIGMOID, NEG)
+    T = load_tile(Linv_ptr + (first * HV + h) * C, rows, HV * C, rows, live, C, C)
+    at = first * HV + h
+    write_wy(
+        T * beta[None, :], norm_factor(qq, live, L2NORM) * scale, rk,
+        q_ptr, k_ptr, v_ptr + first * v_row + h * v_head, G_ptr + at * K, w_ptr + at * K, u_ptr + at * V, kg_ptr + at * K, qg_ptr + at * K,
+        q_row, k_row, v_row, rows, live, length, HV, K, V, BK, BV, P,
+    )  # fmt: skip
+
+
+@triton.jit
+def prepare_kernel(
+    q_ptr, k_ptr, v_ptr,  # [R, H, K], [R, H, K], [R, HV, V]
+    G_ptr,  # [R, HV, K] fp32
+    beta_ptr,  # [R, HV]
+    Aqk_ptr, w_ptr, u_ptr, kg_ptr, qg_ptr,  # [R, HV, C], [R, HV, K or V]
+    chunks_ptr,  # [NC, 4] int32
+    q_row, q_head, k_row, k_head, v_row, v_head, beta_row,
+    scale,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    L2NORM: tl.constexpr, SIGMOID: tl.constexpr, NEG: tl.constexpr, DIAGONAL: tl.constexpr, P: tl.constexpr,
+):  # fmt: skip
+    h = tl.program_id(1).to(tl.int64)
+    hq = h // (HV // H)
+    first, length = chunk_bounds(chunks_ptr, tl.program_id(0))
+    if length <= 0:
+        return
+    rows = tl.arange(0, C)
+    live = rows < length
+    at = first * HV + h
+    q_ptr += first * q_row + hq * q_head
+    k_ptr += first * k_row + hq * k_head
+    Aqk, Akk, qq, kk = chunk_scores(q_ptr, k_ptr, G_ptr + at * K, q_row, k_row, HV * K, rows, live, length, K, C, BK, DIAGONAL, True, P)
+    rq = norm_factor(qq, live, L2NORM) * scale
+    rk = norm_factor(kk, live, L2NORM)
+    beta = load_beta(beta_ptr + first * beta_row + h, rows, beta_row, live, SIGMOID, NEG)
+    store_tile(Aqk_ptr + at * C, Aqk * rq[:, None] * rk[None, :], rows, HV * C, rows, live, C, C)
+    T = invert_unit_lower(Akk * (beta * rk)[:, None] * rk[None, :], C, P)
+    write_wy(
+        T * beta[None, :], rq, rk,
+        q_ptr, k_ptr, v_ptr + first * v_row + h * v_head, G_ptr + at * K, w_ptr + at * K, u_ptr + at * V, kg_ptr + at * K, qg_ptr + at * K,
+        q_row, k_row, v_row, rows, live, length, HV, K, V, BK, BV, P,
+    )  # fmt: skip
+
+
+def wy(
+    problem: Problem, config: Config, plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, G: torch.Tensor, beta: torch.Tensor,
+    Linv: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """The WY form of every chunk.
+
+    Args: q, k [B, T, H, K]; v [B, T, HV, V]; G [B, T, HV, K] fp32; beta [B, T, HV]; Linv [B, T, HV, C] fp32.
+    Returns: w [B, T, HV, K], u [B, T, HV, V], kg, qg [B, T, HV, K] in q's dtype (qg holds scale)."""
+    w, u, kg, qg = empty_wy(problem, v)
+    q, k, v, beta = as_rows(q), as_rows(k), as_rows(v), as_rows(beta)
+    if q.shape[0] and plan.num_chunks:
+        wy_kernel[(plan.num_chunks, problem.HV)](
+            q, k, v, G, beta, Linv, w, u, kg, qg, plan.chunks, q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0),
+            v.stride(1), beta.stride(0), float(problem.scale), H=problem.H, HV=problem.HV, K=problem.K, V=problem.V, C=plan.chunk_size,
+            BK=config.block_k, BV=config.block_v, L2NORM=problem.qk_l2norm, SIGMOID=problem.beta_sigmoid, NEG=problem.neg_eigval,
+            P=config.precision, num_warps=config.intra_warps,
+        )  # fmt: skip
+    return w, u, kg, qg
+
+
+def prepare(
+    problem: Problem, config: Config, plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, G: torch.Tensor, beta: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """intra_diagonal, intra_offdiagonal, solve and wy in one kernel.
+
+    Args: as `wy`, without Linv.
+    Returns: Aqk [B, T, HV, C], w [B, T, HV, K], u [B, T, HV, V], kg, qg [B, T, HV, K], all in q's dtype."""
+    w, u, kg, qg = empty_wy(problem, v)
+    Aqk = torch.empty(*v.shape[:3], plan.chunk_size, dtype=v.dtype, device=v.device)
+    q, k, v, beta = as_rows(q), as_rows(k), as_rows(v), as_rows(beta)
+    if q.shape[0] and plan.num_chunks:
+        prepare_kernel[(plan.num_chunks, problem.HV)](
+            q, k, v, G, beta, Aqk, w, u, kg, qg, plan.chunks, q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0),
+            v.stride(1), beta.stride(0), float(problem.scale), H=problem.H, HV=problem.HV, K=problem.K, V=problem.V, C=plan.chunk_size,
+            BK=config.block_k, BV=config.block_v, L2NORM=problem.qk_l2norm, SIGMOID=problem.beta_sigmoid, NEG=problem.neg_eigval,
+            DIAGONAL=config.form, P=config.precision, num_warps=config.intra_warps,
+        )  # fmt: skip
+    return Aqk, w, u, kg, qg
+
+
+def empty_wy(problem: Problem, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Unwritten w, u, kg, qg for v [B, T, HV, V]."""
+    of_k = (*v.shape[:3], problem.K)
+    w, kg, qg = (torch.empty(of_k, dtype=v.dtype, device=v.device) for _ in range(3))
+    return w, torch.empty(v.shape, dtype=v.dtype, device=v.device), kg, qg
