@@ -1,5 +1,10 @@
 """Plain Triton kernels for any GPU: every stage of the pipeline as its own function, and the forward that chains them."""
 
-from openkda.portable.forward import forward, why_not
+from openkda.portable.forward import forward, interpreted, why_not
+
+if interpreted():
+    from openkda.portable.interpreter import repair
+
+    repair()
 
 __all__ = ["forward", "why_not"]

@@ -18,7 +18,7 @@ class Config:
 
     chunk: int  # C, tokens per chunk: 32 or 64
     form: str  # pairs within 16 tokens: "any" (level form, every gate) or "matrix" (one anchor, bounded gates)
-    precision: str  # input precision of fp32 matrix products: "tf32x3" on NVIDIA, "ieee" on AMD, "upcast" in the interpreter
+    precision: str  # input precision of fp32 matrix products: "tf32x3" on NVIDIA matrix units, "ieee" elsewhere
     fuse_output: bool  # o inside the state scan (least traffic), or in its own chunk-parallel kernel (shortest serial chain)
     gate_block_k: int  # channels per program of the gate kernel
     gate_warps: int
@@ -63,7 +63,7 @@ def configure(problem: Problem) -> Config:
     return Config(
         chunk=chunk,
         form="matrix" if problem.bounded and problem.dtype != torch.float16 else "any",
-        precision="upcast" if problem.device_type == "cpu" else "ieee" if problem.capability is None else "tf32x3",
+        precision="ieee" if problem.capability is None else "tf32x3",
         fuse_output=True,
         gate_block_k=min(K, 64),
         gate_warps=4,

@@ -27,7 +27,7 @@ import triton.language as tl
 
 from openkda.plan import Plan
 from openkda.portable.config import Config
-from openkda.portable.tile import as_rows, chunk_bounds, load_beta, load_tile, mm, store_tile
+from openkda.portable.tile import as_rows, chunk_bounds, load_beta, load_tile, store_tile
 from openkda.problem import Problem
 
 
@@ -43,8 +43,8 @@ def level_scores(Aqk, Akk, q, k, G, G_ptr, G_row, rows, live, length, cols, S: t
     rk = tl.where(odd, kx, 0.0).to(k.dtype)
     ck = tl.trans(tl.where(odd, 0.0, kx).to(k.dtype))
     same = (rows // (2 * S))[:, None] == (rows // (2 * S))[None, :]
-    Aqk += tl.where(same, mm(rq, ck, P), 0.0)
-    Akk += tl.where(same, mm(rk, ck, P), 0.0)
+    Aqk += tl.where(same, tl.dot(rq, ck, input_precision=P), 0.0)
+    Akk += tl.where(same, tl.dot(rk, ck, input_precision=P), 0.0)
     return Aqk, Akk
 
 
@@ -57,8 +57,8 @@ def matrix_scores(Aqk, Akk, q, k, G, G_ptr, G_row, rows, live, cols, K: tl.const
     kf = k.to(tl.float32)
     ck = tl.trans((kf * y).to(k.dtype))
     same = (rows // 16)[:, None] == (rows // 16)[None, :]
-    Aqk += tl.where(same, mm((q.to(tl.float32) * x).to(q.dtype), ck, P), 0.0)
-    Akk += tl.where(same, mm((kf * x).to(k.dtype), ck, P), 0.0)
+    Aqk += tl.where(same, tl.dot((q.to(tl.float32) * x).to(q.dtype), ck, input_precision=P), 0.0)
+    Akk += tl.where(same, tl.dot((kf * x).to(k.dtype), ck, input_precision=P), 0.0)
     return Aqk, Akk
 
 
@@ -92,9 +92,9 @@ def chunk_scores(
             Aqk, Akk = level_scores(Aqk, Akk, q, k, G, G_ptr, G_row, rows, live, length, cols, 8, K, BK, P)
         if DIAGONAL == "matrix":
             Aqk, Akk = matrix_scores(Aqk, Akk, q, k, G, G_ptr, G_row, rows, live, cols, K, BK, P)
-        if OFFDIAGONAL and C > 16:
+        if OFFDIAGONAL:
             Aqk, Akk = level_scores(Aqk, Akk, q, k, G, G_ptr, G_row, rows, live, length, cols, 16, K, BK, P)
-            if C > 32:
+            if C == 64:
                 Aqk, Akk = level_scores(Aqk, Akk, q, k, G, G_ptr, G_row, rows, live, length, cols, 32, K, BK, P)
     r = rows[:, None]
     i = rows[None, :]

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from openkda.plan import Plan
 from openkda.portable.config import Config
-from openkda.portable.tile import chunk_bounds, load_tile, mm, mm_add, store_tile
+from openkda.portable.tile import chunk_bounds, load_tile, store_tile
 from openkda.problem import Problem
 
 
@@ -44,12 +44,12 @@ def output_kernel(
     at = first * HV + head
     Aqk = load_tile(Aqk_ptr + at * C, rows, HV * C, rows, live, C, C)
     r = load_tile(r_ptr + at * V, rows, HV * V, vv, live, V, BV)
-    o = mm(Aqk.to(r.dtype), r, P)
+    o = tl.dot(Aqk.to(r.dtype), r, input_precision=P)
     for k0 in tl.static_range(0, K, BK):
         kk = k0 + tl.arange(0, BK)
         qg = load_tile(qg_ptr + at * K, rows, HV * K, kk, live, K, BK)
         S = load_tile(h_ptr + (c * HV + head) * (K * V), kk, V, vv, kk < K, V, BV)
-        o = mm_add(o, qg, S, P)
+        o = tl.dot(qg, S, acc=o, input_precision=P)
     store_tile(o_ptr + at * V, o, rows, HV * V, vv, live, V, BV)
 
 

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from openkda.portable.config import Config, pad
 from openkda.portable.state import launch_scan, state_pointers
-from openkda.portable.tile import contiguous, mm_add, tile_mask
+from openkda.portable.tile import contiguous, tile_mask
 from openkda.problem import Problem
 
 
@@ -55,7 +55,7 @@ def combine_kernel(
             kb = j * BK + tl.arange(0, BK)
             M = tl.load(M_ptr + (segment * HV + h) * (K * K) + kk[:, None] * K + kb[None, :], mask=tile_mask(kk < K, kb, K, BK), other=0.0)
             block = tl.sum(tl.where((tl.arange(0, KP // BK) == j)[:, None, None], blocks, 0.0), 0)  # rows kb of S: exact, one nonzero term
-            out = mm_add(out, M, block, P)
+            out = tl.dot(M, block, acc=out, input_precision=P)
         S = out
     if S_final_ptr is not None:
         tl.store(state_pointers(S_final_ptr, n, HV, h, kk, vv, K, V, V_FIRST), S.to(S_final_ptr.dtype.element_ty), mask=mask)

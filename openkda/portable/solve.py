@@ -22,28 +22,27 @@ import triton.language as tl
 
 from openkda.plan import Plan
 from openkda.portable.config import Config
-from openkda.portable.tile import chunk_bounds, load_tile, mm, store_tile
+from openkda.portable.tile import chunk_bounds, load_tile, store_tile
 
 
 @triton.jit
 def merge_level(T, L, r, i, S: tl.constexpr, P: tl.constexpr):
     """Inverses of the 2S-blocks from those of the S-blocks."""
     below = tl.where((r // (2 * S) == i // (2 * S)) & (r // S != i // S), L, 0.0)
-    return T - mm(mm(T, below, P), T, P)
+    return T - tl.dot(tl.dot(T, below, input_precision=P), T, input_precision=P)
 
 
 @triton.jit
 def invert_unit_lower(L, C: tl.constexpr, P: tl.constexpr):
-    """(I + L)^-1 for strictly lower L [C, C] fp32, C = 16, 32 or 64."""
+    """(I + L)^-1 for strictly lower L [C, C] fp32, C = 32 or 64."""
     r = tl.arange(0, C)[:, None]
     i = tl.arange(0, C)[None, :]
     T = tl.where(r == i, 1.0, 0.0) - tl.where(r // 2 == i // 2, L, 0.0)
     T = merge_level(T, L, r, i, 2, P)
     T = merge_level(T, L, r, i, 4, P)
     T = merge_level(T, L, r, i, 8, P)
-    if C > 16:
-        T = merge_level(T, L, r, i, 16, P)
-    if C > 32:
+    T = merge_level(T, L, r, i, 16, P)
+    if C == 64:
         T = merge_level(T, L, r, i, 32, P)
     return T
 

@@ -19,7 +19,7 @@ import triton.language as tl
 
 from openkda.plan import Plan
 from openkda.portable.config import Config, pad
-from openkda.portable.tile import contiguous, load_tile, load_vector, mm, mm_add, sequence_bounds, store_tile, tile_mask
+from openkda.portable.tile import contiguous, load_tile, load_vector, sequence_bounds, store_tile, tile_mask
 from openkda.problem import Problem
 
 
@@ -78,17 +78,17 @@ def scan_kernel(
         if h_ptr is not None:
             target = state_pointers(h_ptr, chunk + c, HV, h, kk, vv, K, V, False)
             tl.store(target, S.to(h_ptr.dtype.element_ty), mask=state_mask)
-        r = u.to(tl.float32) - mm(w, Sb, P)
+        r = u.to(tl.float32) - tl.dot(w, Sb, input_precision=P)
         rb = r.to(w.dtype)
         if r_ptr is not None:
             store_tile(r_ptr + at * V, r, rows, HV * V, vv, live, V, BV)
         if o_ptr is not None:
             qg = load_tile(qg_ptr + at * K, rows, HV * K, kk, live, K, KP)
             Aqk = load_tile(Aqk_ptr + at * C, rows, HV * C, rows, live, C, C)
-            o = mm(qg, Sb, P)
-            o = mm_add(o, Aqk, rb, P)
+            o = tl.dot(qg, Sb, input_precision=P)
+            o = tl.dot(Aqk, rb, acc=o, input_precision=P)
             store_tile(o_ptr + at * V, o, rows, HV * V, vv, live, V, BV)
-        S = mm_add(S * decay[:, None], tl.trans(kg), rb, P)
+        S = tl.dot(tl.trans(kg), rb, acc=S * decay[:, None], input_precision=P)
 
     if S_final_ptr is not None:
         target = state_pointers(S_final_ptr, n, HV, h, kk, vv, K, V, V_FIRST)

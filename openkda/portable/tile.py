@@ -76,24 +76,6 @@ def load_beta(ptr, rows, row_stride, live, SIGMOID: tl.constexpr, NEG: tl.conste
 
 
 @triton.jit
-def mm(a, b, P: tl.constexpr):
-    """a @ b with an fp32 accumulator. P: input precision of fp32 operands, or "upcast" for the interpreter, which takes bf16 for integers."""
-    if P == "upcast":
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
-    else:
-        return tl.dot(a, b, input_precision=P)
-
-
-@triton.jit
-def mm_add(acc, a, b, P: tl.constexpr):
-    """acc + a @ b; see mm."""
-    if P == "upcast":
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc=acc, input_precision="ieee")
-    else:
-        return tl.dot(a, b, acc=acc, input_precision=P)
-
-
-@triton.jit
 def sigmoid(x):
     """1 / (1 + 2^(-x log2 e)) in fp32: a relative error of a few ulp even where the result is tiny, which tanh.approx has not."""
     return 1.0 / (1.0 + tl.exp2(x * -LOG2E))

@@ -21,7 +21,7 @@ from openkda.plan import Plan
 from openkda.portable.config import Config
 from openkda.portable.intra import chunk_scores, norm_factor
 from openkda.portable.solve import invert_unit_lower
-from openkda.portable.tile import as_rows, chunk_bounds, load_beta, load_tile, load_vector, mm, store_tile
+from openkda.portable.tile import as_rows, chunk_bounds, load_beta, load_tile, load_vector, store_tile
 from openkda.problem import Problem
 
 
@@ -38,7 +38,7 @@ def write_wy(
     for v0 in tl.static_range(0, V, BV):
         cols = v0 + tl.arange(0, BV)
         v = load_tile(v_ptr, rows, v_row, cols, live, V, BV)
-        store_tile(u_ptr, mm(T.to(v.dtype), v, P), rows, HV * V, cols, live, V, BV)
+        store_tile(u_ptr, tl.dot(T.to(v.dtype), v, input_precision=P), rows, HV * V, cols, live, V, BV)
     for k0 in tl.static_range(0, K, BK):
         cols = k0 + tl.arange(0, BK)
         q = load_tile(q_ptr, rows, q_row, cols, live, K, BK)
@@ -47,7 +47,7 @@ def write_wy(
         last = load_vector(G_ptr + (length - 1) * (HV * K), cols, K, BK)[None, :]
         kf = k.to(tl.float32)
         x = tl.exp2(G)
-        w = mm(Tk, (kf * x).to(k.dtype), P)
+        w = tl.dot(Tk, (kf * x).to(k.dtype), input_precision=P)
         store_tile(w_ptr, w, rows, HV * K, cols, live, K, BK)
         kg = kf * rk[:, None] * tl.exp2(tl.where(live[:, None], last - G, 0.0))
         store_tile(kg_ptr, kg, rows, HV * K, cols, live, K, BK)
