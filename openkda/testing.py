@@ -53,32 +53,33 @@ class Case:
 def gate_logits(
     regime: str, T: int, HV: int, K: int, *, bounded: bool, generator: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gate logits [T, HV, K], A_log [HV], dt_bias [HV, K] of a regime, fp32 on the CPU."""
-    rand = lambda *shape: torch.rand(*shape, generator=generator)
-    randn = lambda *shape: torch.randn(*shape, generator=generator)
+    """Gate logits [T, HV, K], A_log [HV], dt_bias [HV, K] of a regime, fp32 on the generator's device."""
+    at = dict(device=generator.device)
+    rand = lambda *shape: torch.rand(*shape, generator=generator, **at)
+    randn = lambda *shape: torch.randn(*shape, generator=generator, **at)
     slow = torch.exp(rand(HV, K) * math.log(100.0) + math.log(1e-3)).clamp(min=1e-4)  # published initialisation of the time step
     slow_bias = slow + torch.log(-torch.expm1(-slow))  # inverse softplus
-    zeros = torch.zeros(HV)
+    zeros = torch.zeros(HV, **at)
     if regime == "random":
         return randn(T, HV, K), rand(HV), rand(HV, K)
     if regime == "init":
         return 0.5 * randn(T, HV, K), zeros, slow_bias
     if regime == "zero":
-        return torch.full((T, HV, K), -1e4), zeros, torch.zeros(HV, K)
+        return torch.full((T, HV, K), -1e4, **at), zeros, torch.zeros(HV, K, **at)
     if regime == "extreme":
         if bounded:
-            return randn(T, HV, K), zeros, torch.full((HV, K), 20.0)
+            return randn(T, HV, K), zeros, torch.full((HV, K), 20.0, **at)
         spike = torch.where(rand(T, HV, 1) < 0.1, 1000.0, 50.0)
-        return 20.0 + rand(T, HV, K) * (spike - 20.0), zeros, torch.zeros(HV, K)
+        return 20.0 + rand(T, HV, K) * (spike - 20.0), zeros, torch.zeros(HV, K, **at)
     if regime == "mixed":
-        fast = torch.arange(K) % 2 == 0
-        return randn(T, HV, K), zeros, torch.where(fast, torch.tensor(20.0 if bounded else 50.0), slow_bias)
+        fast = torch.arange(K, **at) % 2 == 0
+        return randn(T, HV, K), zeros, torch.where(fast, 20.0 if bounded else 50.0, slow_bias)
     if regime == "trained":
         from openkda.recorded import trained_gate_statistics
 
-        A_log, mean, spread = trained_gate_statistics()
-        heads = torch.arange(HV) % A_log.shape[0]
-        channels = torch.arange(K) % mean.shape[1]
+        A_log, mean, spread = (x.to(generator.device) for x in trained_gate_statistics())
+        heads = torch.arange(HV, **at) % A_log.shape[0]
+        channels = torch.arange(K, **at) % mean.shape[1]
         return spread[heads][:, channels] * randn(T, HV, K), A_log[heads], mean[heads][:, channels]
     raise ValueError(f"regime is {regime!r}; it must be one of " + ", ".join(REGIMES))
 
