@@ -1,0 +1,54 @@
+# Every target sets up what it needs in .venv first, once: the stamp file says that the installation is current.
+# Other interpreter: make PYTHON=python3.12 test. A CUDA build of torch brings its own Triton; the CPU build brings none.
+
+PYTHON ?= python3
+TORCH := torch==2.13.0
+TRITON := triton==3.6.0
+
+PY := .venv/bin/python
+STAMP := .venv/.openkda-installed
+NEWEST := .venv-newest
+RECORDING := examples/data/kda_layer.safetensors
+PIP := -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+.PHONY: setup demo test lint format test-newest-triton clean
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt Makefile
+	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 10) else "openkda needs Python 3.10 or newer: make PYTHON=...")'
+	@test -x $(PY) || $(PYTHON) -m venv .venv
+	@echo "Installing $(TORCH), Triton and the packages of constraints.txt into .venv"
+	@$(PY) $(PIP) "$(TORCH)"
+	@$(PY) -c 'import triton' 2>/dev/null || $(PY) $(PIP) "$(TRITON)"
+	@$(PY) $(PIP) --editable ".[dev]"
+	@touch $@
+
+demo: $(STAMP)
+	.venv/bin/openkda run $(RECORDING) --out out/kda_layer_out.safetensors --plot out
+
+test: $(STAMP)
+	$(PY) -m pytest -n 2 --dist worksteal --cov --cov-report=term --cov-report=xml -q
+
+lint: $(STAMP)
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+
+format: $(STAMP)
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+# The newest Triton alone, over the packages of .venv: its own directory comes first on the path.
+$(NEWEST)/.installed: $(STAMP)
+	@test -x $(NEWEST)/bin/python || $(PY) -m venv $(NEWEST)
+	@$(PY) -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
+		> "$$($(NEWEST)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/openkda_base.pth"
+	@$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade --ignore-installed --no-deps triton
+	@touch $@
+
+test-newest-triton: $(NEWEST)/.installed
+	@$(NEWEST)/bin/python -c 'import triton; print("Triton", triton.__version__)'
+	$(NEWEST)/bin/python -m pytest -q tests/test_offline_compile.py
+
+clean:
+	rm -rf .venv $(NEWEST) out build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .coverage coverage.xml
