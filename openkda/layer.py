@@ -1,0 +1,390 @@
+"""Kimi Delta Attention as a layer: projections, short convolution, KDA, gated output norm.
+
+The layer of Kimi Linear (arXiv 2510.26692, section 3), for hidden states x [B, T, hidden_size]:
+
+    q, k, v = silu(conv(q_proj x)), silu(conv(k_proj x)), silu(conv(v_proj x))     depthwise, causal, W taps
+    gate    = f_b_proj f_a_proj x                      [B, T, HV, K] logits, activated inside the kernel
+    beta    = b_proj x                                 [B, T, HV]    logits, sigmoid inside the kernel
+    o       = kda(l2norm(q), l2norm(k), v, gate, beta, A_log, dt_bias)
+    y       = o_proj (rms_norm(o) * sigmoid(g_b_proj g_a_proj x))
+
+Everything a call leaves behind lives in a `KDACache`: the recurrent state and the last W-1 inputs of the convolution.
+Padding masks and packed sequences take one path: valid tokens are packed, and every stage reads `cu_seqlens`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from openkda.ops import chunk_kda, fused_recurrent_kda
+
+HAS_CAUSAL_CONV1D = find_spec("causal_conv1d") is not None
+
+# Below this many tokens per sequence, and without gradients, the token-by-token kernel is the shorter way.
+RECURRENT_TOKENS = 16
+
+
+@dataclass
+class _Segment:
+    """One call's entry states and inputs, kept so that its last tokens can be taken back."""
+
+    conv_state: Tensor
+    recurrent_state: Tensor
+    qkv: Tensor  # [B, T, channels], before the convolution
+    gate: Tensor  # [B, T, HV, K]
+    beta: Tensor  # [B, T, HV]
+
+    @property
+    def tokens(self) -> int:
+        return self.qkv.shape[1]
+
+
+@dataclass
+class KDACache:
+    """What one KDA layer carries from call to call.
+
+    Args:
+        conv_state: the last W-1 inputs of the short convolution, [N, 2*H*K + HV*V, W-1] in the layer's activation
+            dtype; None before the first call.
+        recurrent_state: S, [N, HV, K, V] fp32; None before the first call.
+        rollback_window: how many of the latest tokens `KimiDeltaAttention.rollback` must be able to take back.
+            The inputs of the calls that brought them are kept; 0 (the default) keeps none.
+    """
+
+    conv_state: Tensor | None = None
+    recurrent_state: Tensor | None = None
+    rollback_window: int = 0
+    _segments: list[_Segment] = field(default_factory=list, repr=False)
+
+    def reorder(self, index: Tensor) -> None:
+        """Select sequences, [M] int64: beam search, or dropping finished sequences. Forgets the rollback window."""
+        if self.recurrent_state is not None:
+            self.conv_state = self.conv_state.index_select(0, index)
+            self.recurrent_state = self.recurrent_state.index_select(0, index)
+        self._segments.clear()
+
+    def _remember(self, segment: _Segment) -> None:
+        self._segments.append(segment)
+        while sum(s.tokens for s in self._segments[1:]) >= self.rollback_window:
+            self._segments.pop(0)
+
+
+def _filter(stream: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """SiLU of the depthwise convolution of stream [B, L, D] with weight [D, 1, W]: [B, L-W+1, D], no padding."""
+    taps = weight.shape[-1]
+    if HAS_CAUSAL_CONV1D and stream.is_cuda and stream.shape[1] >= taps:
+        from causal_conv1d import causal_conv1d_fn
+
+        # It pads W-1 zeros on the left; the outputs that saw them are the first W-1.
+        y = causal_conv1d_fn(stream.transpose(1, 2), weight.squeeze(1).to(stream.dtype), bias, activation="silu")[..., taps - 1 :]
+    elif stream.shape[1] < taps:
+        return stream[:, :0]
+    else:
+        y = F.silu(F.conv1d(stream.transpose(1, 2), weight, bias, groups=weight.shape[0]))
+    return y.transpose(1, 2)
+
+
+def short_conv(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, state: Tensor | None = None, cu_seqlens: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Depthwise causal convolution with SiLU, carrying its window over calls.
+
+    Args:
+        x: [B, T, D]; with `cu_seqlens` [1, T, D].
+        weight: [D, 1, W]; tap W-1 multiplies the current token.
+        bias: [D] or None.
+        state: the W-1 inputs before x, [N, D, W-1], or None for zeros. N is B, or the number of packed sequences.
+        cu_seqlens: [N+1] integer sequence bounds, or None.
+
+    Returns:
+        y [B, T, D] and the new state [N, D, W-1]. Both carry gradients, for sequences shorter than W-1 as well.
+    """
+    B, T, D = x.shape
+    W = weight.shape[-1]
+    N = B if cu_seqlens is None else cu_seqlens.numel() - 1
+    window = x.new_zeros(N, W - 1, D) if state is None else state.to(x.dtype).transpose(1, 2)
+    if W == 1:
+        return _filter(x, weight, bias), x.new_zeros(N, D, 0)
+    if cu_seqlens is None:
+        stream = torch.cat([window, x], 1)  # [B, W-1+T, D]
+        return _filter(stream, weight, bias), stream[:, T:].transpose(1, 2)
+    # Packed: one stream in which each sequence is preceded by its own window, so a single convolution serves all and
+    # the rows that mix two sequences are never read. Tokens after the last sequence follow the last block.
+    device = x.device
+    bounds = cu_seqlens.long()
+    taps = torch.arange(W - 1, device=device)
+    n = torch.arange(N, device=device)
+    token = torch.arange(T, device=device)
+    sequence = torch.searchsorted(bounds[1:], token, right=True).clamp(max=max(N - 1, 0)) if N else token * 0 - 1
+    row = token + (sequence + 1) * (W - 1)  # where token t sits in the stream
+    head = (bounds[:-1] + n * (W - 1))[:, None] + taps  # [N, W-1] rows of the windows
+    tail = (bounds[1:] + n * (W - 1))[:, None] + taps  # [N, W-1] the last W-1 rows of each block
+    stream = x.new_zeros(T + N * (W - 1), D)
+    stream = stream.index_copy(0, row, x[0]).index_copy(0, head.flatten(), window.reshape(-1, D))
+    y = _filter(stream[None], weight, bias)
+    return y.index_select(1, row - (W - 1)) if N else x * 0, stream[tail].transpose(1, 2)
+
+
+def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """rms_norm(x) * weight * sigmoid(gate) over the last dim, in fp32, returned in x's dtype. x, gate [..., V]; weight [V]."""
+    y = x.float()
+    y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps) * weight.float()
+    return (y * torch.sigmoid(gate.float())).to(x.dtype)
+
+
+class GatedRMSNorm(nn.Module):
+    """`gated_rms_norm` with its weight [dim]."""
+
+    def __init__(self, dim: int, eps: float = 1e-5):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(dim))
+        self.eps = eps
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        return gated_rms_norm(x, gate, self.weight, self.eps)
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Where the valid tokens of a padded batch go in one packed row; made once and shared by the layers of a model.
+
+    Only static shapes and no host synchronisation, so a layer with a mask still compiles and captures.
+    """
+
+    mask: Tensor  # [B, T] bool
+    order: Tensor  # [B*T] int64: the valid tokens first, sequence by sequence
+    cu_seqlens: Tensor  # [B+1] int32
+
+    @classmethod
+    def of(cls, mask: Tensor) -> Packing:
+        """From a mask [B, T], nonzero where the token counts."""
+        mask = mask.bool()
+        order = torch.argsort(~mask.flatten(), stable=True)
+        return cls(mask, order, F.pad(mask.sum(1).cumsum(0), (1, 0)).to(torch.int32))
+
+    def pack(self, x: Tensor) -> Tensor:
+        """[B, T, D] -> [1, B*T, D]."""
+        return x.reshape(1, self.order.numel(), -1).index_select(1, self.order)
+
+    def unpack(self, x: Tensor) -> Tensor:
+        """[1, B*T, D] -> [B, T, D], zeros where the mask is zero."""
+        y = torch.zeros_like(x).index_copy(1, self.order, x).view(*self.mask.shape, -1)
+        return torch.where(self.mask[..., None], y, 0)
+
+
+class KimiDeltaAttention(nn.Module):
+    """The KDA layer of Kimi Linear (arXiv 2510.26692).
+
+    Args:
+        hidden_size: width of the hidden states.
+        num_heads: H, q and k heads.
+        head_dim: K, key dim of a head.
+        num_v_heads: HV, value heads, a multiple of `num_heads`; default `num_heads`. Value head h reads q/k head h // (HV/H).
+        head_v_dim: V, value dim of a head; default `head_dim`. Also the rank of the two gate projections.
+        conv_size: W, taps of the short convolution (at least 1); default 4.
+        conv_bias: whether the convolutions have a bias; default False.
+        lower_bound: None for the softplus gate, or a bound in [-5, 0) for the bounded gate.
+        allow_neg_eigval: beta in (0, 2) instead of (0, 1); default False.
+        output_gate_bias: whether `g_b_proj` has a bias (fla's layer has, Kimi-Linear-48B has not); default False.
+        norm_eps: epsilon of the output norm; default 1e-5.
+        backend: name of the kernel backend, or None for the best that serves the problem.
+
+    Raises:
+        ValueError: a size that does not fit, or a bound outside [-5, 0).
+    """
+
+    def __init__(
+        self,
+        hidden_size: int = 2048,
+        num_heads: int = 16,
+        head_dim: int = 128,
+        *,
+        num_v_heads: int | None = None,
+        head_v_dim: int | None = None,
+        conv_size: int = 4,
+        conv_bias: bool = False,
+        lower_bound: float | None = None,
+        allow_neg_eigval: bool = False,
+        output_gate_bias: bool = False,
+        norm_eps: float = 1e-5,
+        backend: str | None = None,
+    ):
+        super().__init__()
+        self.hidden_size, self.num_heads, self.head_dim = hidden_size, num_heads, head_dim
+        self.num_v_heads = num_heads if num_v_heads is None else num_v_heads
+        self.head_v_dim = head_dim if head_v_dim is None else head_v_dim
+        self.conv_size, self.lower_bound, self.allow_neg_eigval, self.backend = conv_size, lower_bound, allow_neg_eigval, backend
+        for name in ("hidden_size", "num_heads", "head_dim", "num_v_heads", "head_v_dim", "conv_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.num_v_heads % num_heads:
+            raise ValueError(f"num_v_heads={self.num_v_heads} must be a multiple of num_heads={num_heads}")
+        if lower_bound is not None and not -5 <= lower_bound < 0:
+            raise ValueError(f"lower_bound={lower_bound} must be None or in [-5, 0)")
+
+        self.key_dim, self.value_dim = num_heads * head_dim, self.num_v_heads * self.head_v_dim
+        gate_dim = self.num_v_heads * head_dim
+        linear = lambda rows, columns: nn.Linear(rows, columns, bias=False)
+        conv = lambda channels: nn.Conv1d(channels, channels, conv_size, groups=channels, bias=conv_bias)
+        self.q_proj, self.k_proj = linear(hidden_size, self.key_dim), linear(hidden_size, self.key_dim)
+        self.v_proj = linear(hidden_size, self.value_dim)
+        self.q_conv1d, self.k_conv1d, self.v_conv1d = conv(self.key_dim), conv(self.key_dim), conv(self.value_dim)
+        self.f_a_proj, self.f_b_proj = linear(hidden_size, self.head_v_dim), linear(self.head_v_dim, gate_dim)
+        self.b_proj = linear(hidden_size, self.num_v_heads)
+        self.g_a_proj = linear(hidden_size, self.head_v_dim)
+        self.g_b_proj = nn.Linear(self.head_v_dim, self.value_dim, bias=output_gate_bias)
+        self.A_log = nn.Parameter(torch.empty(self.num_v_heads, dtype=torch.float32))
+        self.dt_bias = nn.Parameter(torch.empty(gate_dim, dtype=torch.float32))
+        # Optimisers that read this mark (fla's convention) leave the two decay parameters out of weight decay.
+        self.A_log._no_weight_decay = self.dt_bias._no_weight_decay = True
+        self.o_norm = GatedRMSNorm(self.head_v_dim, norm_eps)
+        self.o_proj = linear(self.value_dim, hidden_size)
+        with torch.no_grad():
+            A_log, dt_bias = self.initial_decay()
+            self.A_log.copy_(A_log)
+            self.dt_bias.copy_(dt_bias)
+
+    def initial_decay(self) -> tuple[Tensor, Tensor]:
+        """Fresh A_log [HV] and dt_bias [HV*K] by the published initialisation (fla's layer, transformers' Kimi Linear).
+
+        exp(A_log) uniform in [1, 16] for the softplus gate, 1 for the bounded gate; softplus(dt_bias) log-uniform in
+        [1e-3, 1e-1], so a channel starts with a memory of ten to a thousand tokens per unit of exp(A_log).
+        """
+        device = self.A_log.device
+        A_log = torch.zeros(self.num_v_heads, device=device)
+        if self.lower_bound is None:
+            A_log = torch.empty(self.num_v_heads, device=device).uniform_(1, 16).log()
+        dt = torch.empty(self.dt_bias.numel(), device=device).uniform_(math.log(1e-3), math.log(1e-1)).exp()
+        return A_log, dt + torch.log(-torch.expm1(-dt))  # inverse of softplus, stable for small dt
+
+    def extra_repr(self) -> str:
+        gate = "softplus" if self.lower_bound is None else f"bounded({self.lower_bound})"
+        return f"H={self.num_heads}, HV={self.num_v_heads}, K={self.head_dim}, V={self.head_v_dim}, W={self.conv_size}, gate={gate}"
+
+    def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """hidden_states [B, T, hidden_size] -> q|k|v before the convolution [B, T, 2*H*K + HV*V], gate logits
+        [B, T, HV, K], beta logits [B, T, HV]."""
+        qkv = torch.cat([self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)], -1)
+        gate = self.f_b_proj(self.f_a_proj(hidden_states)).unflatten(-1, (self.num_v_heads, self.head_dim))
+        return qkv, gate, self.b_proj(hidden_states)
+
+    def convolve(self, qkv: Tensor, state: Tensor | None = None, cu_seqlens: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The short convolution of all three: q, k [B, T, H, K], v [B, T, HV, V] and the new window [N, channels, W-1]."""
+        convs = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
+        weight = torch.cat([c.weight for c in convs])
+        bias = None if convs[0].bias is None else torch.cat([c.bias for c in convs])
+        y, state = short_conv(qkv, weight, bias, state=state, cu_seqlens=cu_seqlens)
+        q, k, v = y.split([self.key_dim, self.key_dim, self.value_dim], -1)
+        heads = lambda x, count: x.unflatten(-1, (count, -1))
+        return heads(q, self.num_heads), heads(k, self.num_heads), heads(v, self.num_v_heads), state
+
+    def kernel_options(self) -> dict:
+        """The keywords with which this layer calls `chunk_kda`, beside the tensors and the states."""
+        return {
+            "A_log": self.A_log,
+            "dt_bias": self.dt_bias,
+            "use_gate_in_kernel": True,
+            "use_qk_l2norm_in_kernel": True,
+            "use_beta_sigmoid_in_kernel": True,
+            "allow_neg_eigval": self.allow_neg_eigval,
+            "lower_bound": self.lower_bound,
+            "backend": self.backend,
+        }
+
+    def _attend(self, qkv: Tensor, gate: Tensor, beta: Tensor, conv_state: Tensor | None, recurrent_state: Tensor | None,
+                cu_seqlens: Tensor | None, keep_state: bool) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+        """Convolution and KDA: o [B, T, HV, V], the new window, the new state (None unless `keep_state`)."""
+        q, k, v, conv_state = self.convolve(qkv, conv_state, cu_seqlens)
+        sequences = q.shape[0] if cu_seqlens is None else max(cu_seqlens.numel() - 1, 1)
+        short = q.shape[0] * q.shape[1] <= RECURRENT_TOKENS * sequences and not torch.is_grad_enabled()
+        kda = fused_recurrent_kda if short else chunk_kda
+        o, recurrent_state = kda(
+            q, k, v, gate, beta, initial_state=recurrent_state, output_final_state=keep_state, cu_seqlens=cu_seqlens,
+            **self.kernel_options(),
+        )  # fmt: skip
+        return o, conv_state, recurrent_state
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        *,
+        attention_mask: Tensor | Packing | None = None,
+        cu_seqlens: Tensor | None = None,
+        cache: KDACache | None = None,
+    ) -> Tensor:
+        """Run the layer.
+
+        Args:
+            hidden_states: [B, T, hidden_size]; with `cu_seqlens` [1, T, hidden_size].
+            attention_mask: [B, S] with S >= T, nonzero where the token counts; its last T columns belong to this call.
+                Masked tokens, wherever they are, change neither another token nor the state, and give zeros. Or the
+                `Packing` of those T columns.
+            cu_seqlens: [N+1] bounds of packed sequences, each attending to itself alone.
+            cache: read as the state before the first token and updated in place; None starts from zero and keeps nothing.
+
+        Returns:
+            [B, T, hidden_size], in the dtype of the projections.
+
+        Raises:
+            ValueError: both `attention_mask` and `cu_seqlens`, or a shape that does not fit.
+        """
+        B, T, _ = hidden_states.shape
+        packing = None
+        if attention_mask is not None:
+            if cu_seqlens is not None:
+                raise ValueError("attention_mask and cu_seqlens exclude each other: a packed batch has no padding")
+            packing = attention_mask
+            if isinstance(attention_mask, Tensor):
+                if attention_mask.dim() != 2 or attention_mask.shape[0] != B or attention_mask.shape[1] < T:
+                    raise ValueError(f"attention_mask must be [B={B}, at least T={T}], got {list(attention_mask.shape)}")
+                packing = Packing.of(attention_mask[:, attention_mask.shape[1] - T :])
+            hidden_states, cu_seqlens = packing.pack(hidden_states), packing.cu_seqlens
+        elif cu_seqlens is not None and B != 1:
+            raise ValueError(f"hidden_states must have B=1 with cu_seqlens, got B={B}")
+
+        qkv, gate, beta = self.project(hidden_states)
+        conv_state, recurrent_state = (None, None) if cache is None else (cache.conv_state, cache.recurrent_state)
+        o, new_conv_state, new_state = self._attend(qkv, gate, beta, conv_state, recurrent_state, cu_seqlens, cache is not None)
+        if cache is not None:
+            if cache.rollback_window and cu_seqlens is None:
+                entry = [torch.zeros_like(new) if old is None else old for old, new in
+                         ((conv_state, new_conv_state), (recurrent_state, new_state))]  # fmt: skip
+                cache._remember(_Segment(*(x.detach() for x in (*entry, qkv, gate, beta))))
+            else:
+                cache._segments.clear()
+            cache.conv_state, cache.recurrent_state = new_conv_state, new_state
+
+        y = self.g_b_proj(self.g_a_proj(hidden_states)).unflatten(-1, (self.num_v_heads, self.head_v_dim))
+        y = self.o_proj(self.o_norm(o, y).flatten(-2))
+        return y if packing is None else packing.unpack(y)
+
+    @torch.no_grad()
+    def rollback(self, cache: KDACache, tokens: int) -> None:
+        """Take the last `tokens` tokens of every sequence back out of `cache`, as if they had never been run.
+
+        Whole calls are undone from the states they started with; a call undone in part is replayed up to the cut.
+
+        Raises:
+            ValueError: negative `tokens`, or more than the cache remembers (`KDACache.rollback_window`; calls with a
+                mask or `cu_seqlens` are not remembered).
+        """
+        known = sum(s.tokens for s in cache._segments)
+        if not 0 <= tokens <= known:
+            raise ValueError(f"tokens={tokens} must be in [0, {known}], what the cache remembers (rollback_window={cache.rollback_window})")
+        while tokens:
+            last = cache._segments.pop()
+            cache.conv_state, cache.recurrent_state = last.conv_state, last.recurrent_state
+            keep = max(last.tokens - tokens, 0)
+            tokens -= last.tokens - keep
+            if keep:
+                qkv, gate, beta = last.qkv[:, :keep], last.gate[:, :keep], last.beta[:, :keep]
+                _, cache.conv_state, cache.recurrent_state = self._attend(
+                    qkv, gate, beta, last.conv_state, last.recurrent_state, None, True
+                )
+                cache._segments.append(_Segment(last.conv_state, last.recurrent_state, qkv, gate, beta))
