@@ -7,6 +7,7 @@ be at most twice as far from the oracle as `twin`, the chunk algorithm in torch 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -20,6 +21,8 @@ REGIMES = ("random", "init", "trained", "zero", "extreme", "mixed")
 """Gate regimes. random: standard normal logits, the state is forgotten in a few tens of tokens. init: a layer at its published
 initialisation, some channels remember thousands of tokens. trained: per-channel statistics of a recorded trained layer. zero: no decay
 at all. extreme: 20 to 1000 nats per token (softplus), or the lower bound itself (bounded). mixed: fast and slow channels side by side."""
+
+ORACLE_PIECE = 64  # tokens between two reports of the oracle's progress
 
 
 @dataclass
@@ -170,15 +173,22 @@ def _entry_state(problem: Problem, inputs: Inputs, dtype: torch.dtype) -> torch.
     return (inputs.initial_state.mT if problem.state_v_first else inputs.initial_state).to(dtype)
 
 
-def oracle(problem: Problem, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
-    """The token recurrence in fp64 on every sequence of a call: o [B, T, HV, V], final states (Problem.state_shape)."""
+def oracle(problem: Problem, inputs: Inputs, progress: Callable[[int], None] = lambda tokens: None) -> tuple[torch.Tensor, torch.Tensor]:
+    """The token recurrence in fp64 on every sequence of a call: o [B, T, HV, V], final states (Problem.state_shape).
+
+    progress is called with the count of tokens done since its last call, after every ORACLE_PIECE tokens or fewer."""
     q, k, v, g, beta = _prepared(problem, inputs, torch.float64)
     S = _entry_state(problem, inputs, torch.float64)
     o = torch.zeros_like(v)
     final = S.clone()
     for n, rows in _per_sequence(problem, inputs):
-        on, Sn = naive_recurrent_kda(*(x[None, rows] for x in (q, k, v, g, beta)), problem.scale, S[n : n + 1], True)
-        o[rows], final[n] = on[0], Sn[0]
+        Sn = S[n : n + 1]
+        for start in range(rows.start, rows.stop, ORACLE_PIECE):
+            piece = slice(start, min(start + ORACLE_PIECE, rows.stop))
+            on, Sn = naive_recurrent_kda(*(x[None, piece] for x in (q, k, v, g, beta)), problem.scale, Sn, True)
+            o[piece] = on[0]
+            progress(piece.stop - piece.start)
+        final[n] = Sn[0]
     o = o.view(problem.B, problem.T, problem.HV, problem.V)
     return o, final.mT.contiguous() if problem.state_v_first else final
 
