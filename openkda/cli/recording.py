@@ -1,0 +1,174 @@
+"""Recorded inputs and results as safetensors files: checked before anything is computed, written whole or not at all.
+
+A recording holds the tensors of one chunk_kda call under the names of its arguments, and the call's options as strings in the metadata:
+
+    q, k [B, T, H, K]   v [B, T, HV, V]   g [B, T, HV, K]   beta [B, T, HV]
+    optional: A_log [HV], dt_bias [HV * K], initial_state [N, HV, K, V], cu_seqlens [N + 1]
+    metadata: the flags in FLAGS as "true" or "false" (default "false"), lower_bound and scale as numbers or "none"
+
+Other metadata is provenance: shown, copied to the results, never interpreted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from openkda.cli.errors import BadInput, refusals
+from openkda.problem import Inputs, Problem, describe
+
+REQUIRED = ("q", "k", "v", "g", "beta")
+OPTIONAL = ("A_log", "dt_bias", "initial_state", "cu_seqlens")
+FLAGS = ("use_gate_in_kernel", "use_qk_l2norm_in_kernel", "use_beta_sigmoid_in_kernel", "allow_neg_eigval", "safe_gate", "state_v_first")
+NUMBERS = ("lower_bound", "scale")
+DTYPES = {
+    **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16},
+    **{"I64": torch.int64, "I32": torch.int32},
+}
+MAX_HEADER = 100_000_000  # the format's own limit on the header, in bytes
+
+
+@dataclass(frozen=True)
+class Recording:
+    """Tensors and options of one chunk_kda call, as read from a file."""
+
+    path: Path
+    tensors: dict[str, torch.Tensor]
+    options: dict[str, bool | float | None]
+    provenance: dict[str, str]
+
+    def call(self, device: torch.device) -> dict[str, object]:
+        """Keyword arguments of chunk_kda, the tensors on `device`, the final state asked for."""
+        tensors = {name: x.to(device) for name, x in self.tensors.items()}
+        return {**tensors, **self.options, "output_final_state": True}
+
+    def described(self, device: torch.device) -> tuple[Problem, Inputs]:
+        """The call as backends see it. BadInput where a shape, a dtype or an option is refused."""
+        absent = dict.fromkeys((*OPTIONAL, "cu_seqlens_cpu"))
+        with refusals():
+            return describe(**{**absent, **self.call(device)}, return_intermediate_states=False, chunk_size=64)
+
+
+def read(path: Path) -> Recording:
+    """The recording in `path`. BadInput, in one sentence naming the tensor, for a file or a value that cannot be used."""
+    metadata = _check_header(path)
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+    except (SafetensorError, OSError) as error:
+        raise BadInput(f"{path} cannot be read as safetensors: {error}") from error
+    options = {name: _flag(path, name, metadata.get(name, "false")) for name in FLAGS}
+    options |= {name: _number(path, name, metadata.get(name, "none")) for name in NUMBERS}
+    provenance = {name: text for name, text in metadata.items() if name not in (*FLAGS, *NUMBERS)}
+    recording = Recording(path, tensors, options, provenance)
+    recording.described(torch.device("cpu"))
+    for name, x in tensors.items():
+        _check_values(path, name, x, log_decay=name == "g" and not options["use_gate_in_kernel"])
+    return recording
+
+
+def _check_header(path: Path) -> dict[str, str]:
+    """The metadata of a file whose header is whole, names what KDA needs in dtypes we know, and whose data lies inside the file."""
+    try:
+        size = path.stat().st_size
+        if not path.is_file():
+            raise BadInput(f"{path} is not a file; it must be a safetensors file")
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or length > min(size - 8, MAX_HEADER):
+                raise BadInput(f"{path} is not a safetensors file, or is cut off inside its header ({size} bytes)")
+            header = json.loads(file.read(length))
+    except OSError as error:
+        raise BadInput(f"{path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise BadInput(f"{path} is not a safetensors file: its header is not JSON") from error
+    if not isinstance(header, dict) or not all(isinstance(entry, dict) for entry in header.values()):
+        raise BadInput(f"{path} is not a safetensors file: its header is no table of tensors")
+    metadata = header.pop("__metadata__", {})
+    for name in REQUIRED:
+        if name not in header:
+            raise BadInput(f"{path} has no tensor {name}; a recording needs {', '.join(REQUIRED)}")
+    for name, entry in header.items():
+        if name not in (*REQUIRED, *OPTIONAL):
+            raise BadInput(f"{path} has a tensor {name}, which is none of {', '.join((*REQUIRED, *OPTIONAL))}")
+        if entry.get("dtype") not in DTYPES:
+            raise BadInput(f"{name}'s dtype in {path} is {entry.get('dtype')}; it must be one of {', '.join(DTYPES)}")
+        end = entry.get("data_offsets", [0, 0])[1]
+        if 8 + length + end > size:
+            missing = 8 + length + end - size
+            raise BadInput(f"{path} is cut off: the data of {name} ends {missing} bytes after the end of the file")
+    return {str(name): str(text) for name, text in metadata.items()}
+
+
+def _flag(path: Path, name: str, text: str) -> bool:
+    if text.lower() not in ("true", "false"):
+        raise BadInput(f"metadata {name} of {path} is {text!r}; it must be 'true' or 'false'")
+    return text.lower() == "true"
+
+
+def _number(path: Path, name: str, text: str) -> float | None:
+    if text.lower() == "none":
+        return None
+    try:
+        return float(text)
+    except ValueError as error:
+        raise BadInput(f"metadata {name} of {path} is {text!r}; it must be a number or 'none'") from error
+
+
+def _check_values(path: Path, name: str, x: torch.Tensor, log_decay: bool) -> None:
+    """Refuses NaN and infinity, and a growing state: a log decay above 0."""
+    if not x.is_floating_point():
+        return
+    for bad, what in ((~x.isfinite(), "non-finite"), (x > 0 if log_decay else None, "positive (g is a log decay, at most 0)")):
+        if bad is not None and bad.any():
+            first = bad.nonzero()[0].tolist()
+            raise BadInput(f"{name} in {path} holds {int(bad.sum())} values that are {what}, the first {x[tuple(first)]} at {first}")
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A temporary file beside `path` that takes its place when the block ends well, and is removed when it does not.
+
+    Entered before the work starts, so that an output that cannot be written is refused before anything is computed."""
+    made = [folder for folder in (path.parent, *path.parent.parents) if not folder.exists()]
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_dir():
+            raise BadInput(f"{path} cannot be written: it is a directory")
+        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=path.suffix, dir=path.parent)
+        os.close(handle)
+    except OSError as error:
+        raise BadInput(f"{path} cannot be written: {error.strerror}") from error
+    temporary = Path(name)
+    try:
+        yield temporary
+        temporary.chmod(0o666 & ~_umask())  # mkstemp makes files that only their owner reads
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+        for folder in made:
+            with suppress(OSError):  # holds the result, or somebody else's file
+                folder.rmdir()
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def write(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
+    """Write tensors and metadata to `path` (one that `replacing` gave)."""
+    try:
+        save_file({name: x.detach().cpu().contiguous() for name, x in tensors.items()}, path, metadata=metadata)
+    except (SafetensorError, OSError) as error:
+        raise BadInput(f"the results cannot be written: {error}") from error
