@@ -233,11 +233,15 @@ def relative_error(actual: torch.Tensor, reference: torch.Tensor) -> float:
     return difference / size if size else (0.0 if difference == 0.0 else math.inf)
 
 
+def allowed_error(twin: torch.Tensor, reference: torch.Tensor, factor: float = 2.0) -> float:
+    """The relative error that `assert_close` grants: `factor` times the twin's, plus 8 fp32 ulps of rounding."""
+    return factor * relative_error(twin, reference) + 8 * torch.finfo(torch.float32).eps
+
+
 def assert_close(name: str, actual: torch.Tensor, reference: torch.Tensor, twin: torch.Tensor, factor: float = 2.0) -> None:
-    """Fails unless `actual` is at most `factor` times as far from the fp64 `reference` as `twin` is (plus 8 fp32 ulps of rounding).
+    """Fails unless `actual` is at most `factor` times as far from the fp64 `reference` as `twin` is (`allowed_error`).
 
     Distances are relative L2; non-finite values must sit in the same places."""
-    error, budget = relative_error(actual, reference), relative_error(twin, reference)
-    allowed = factor * budget + 8 * torch.finfo(torch.float32).eps
+    error, allowed = relative_error(actual, reference), allowed_error(twin, reference, factor)
     if not error <= allowed:
-        raise AssertionError(f"{name}: relative error {error:.3e}, allowed {allowed:.3e} ({factor} times {budget:.3e} of the torch twin)")
+        raise AssertionError(f"{name}: relative error {error:.3e}, allowed {allowed:.3e} ({factor} times the torch twin's)")
