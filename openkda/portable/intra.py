@@ -75,7 +75,7 @@ def chunk_scores(
     qq = tl.zeros([C], tl.float32)
     kk = tl.zeros([C], tl.float32)
     qk = tl.zeros([C], tl.float32)
-    for k0 in tl.static_range(0, K, BK):
+    for k0 in tl.range(0, K, BK, num_stages=1):
         cols = k0 + tl.arange(0, BK)
         q = load_tile(q_ptr, rows, q_row, cols, live, K, BK)
         k = load_tile(k_ptr, rows, k_row, cols, live, K, BK)

@@ -45,7 +45,7 @@ def output_kernel(
     Aqk = load_tile(Aqk_ptr + at * C, rows, HV * C, rows, live, C, C)
     r = load_tile(r_ptr + at * V, rows, HV * V, vv, live, V, BV)
     o = tl.dot(Aqk.to(r.dtype), r, input_precision=P)
-    for k0 in tl.static_range(0, K, BK):
+    for k0 in tl.range(0, K, BK, num_stages=1):
         kk = k0 + tl.arange(0, BK)
         qg = load_tile(qg_ptr + at * K, rows, HV * K, kk, live, K, BK)
         S = load_tile(h_ptr + (c * HV + head) * (K * V), kk, V, vv, kk < K, V, BV)

@@ -21,7 +21,7 @@ from openkda.plan import Plan
 from openkda.portable.config import Config
 from openkda.portable.intra import chunk_scores, norm_factor
 from openkda.portable.solve import invert_unit_lower
-from openkda.portable.tile import as_rows, chunk_bounds, load_beta, load_tile, load_vector, store_tile
+from openkda.portable.tile import as_rows, chunk_bounds, load_beta, load_tile, load_vector, nonzero_beta, store_tile
 from openkda.problem import Problem
 
 
@@ -35,11 +35,11 @@ def write_wy(
 ):  # fmt: skip
     """Form and store w, kg, qg [C, K] and u [C, V]."""
     Tk = (T * rk[None, :]).to(k_ptr.dtype.element_ty)
-    for v0 in tl.static_range(0, V, BV):
+    for v0 in tl.range(0, V, BV, num_stages=1):
         cols = v0 + tl.arange(0, BV)
         v = load_tile(v_ptr, rows, v_row, cols, live, V, BV)
         store_tile(u_ptr, tl.dot(T.to(v.dtype), v, input_precision=P), rows, HV * V, cols, live, V, BV)
-    for k0 in tl.static_range(0, K, BK):
+    for k0 in tl.range(0, K, BK, num_stages=1):
         cols = k0 + tl.arange(0, BK)
         q = load_tile(q_ptr, rows, q_row, cols, live, K, BK)
         k = load_tile(k_ptr, rows, k_row, cols, live, K, BK)
@@ -79,7 +79,7 @@ def wy_kernel(
     qq = tl.zeros([C], tl.float32)
     kk = tl.zeros([C], tl.float32)
     if L2NORM:
-        for k0 in tl.static_range(0, K, BK):
+        for k0 in tl.range(0, K, BK, num_stages=1):
             cols = k0 + tl.arange(0, BK)
             q = load_tile(q_ptr, rows, q_row, cols, live, K, BK).to(tl.float32)
             k = load_tile(k_ptr, rows, k_row, cols, live, K, BK).to(tl.float32)
@@ -102,6 +102,7 @@ def prepare_kernel(
     G_ptr,  # [R, HV, K] fp32
     beta_ptr,  # [R, HV]
     Aqk_ptr, w_ptr, u_ptr, kg_ptr, qg_ptr,  # [R, HV, C], [R, HV, K or V]
+    T_ptr, factors_ptr,  # [R, HV, C], [R, HV, 4] fp32; None unless the backward asks
     chunks_ptr,  # [NC, 4] int32
     q_row, q_head, k_row, k_head, v_row, v_head, beta_row,
     scale,
@@ -123,9 +124,16 @@ def prepare_kernel(
     rk = norm_factor(kk, live, L2NORM)
     beta = load_beta(beta_ptr + first * beta_row + h, rows, beta_row, live, SIGMOID, NEG)
     store_tile(Aqk_ptr + at * C, Aqk * rq[:, None] * rk[None, :], rows, HV * C, rows, live, C, C)
-    T = invert_unit_lower(Akk * (beta * rk)[:, None] * rk[None, :], C, P)
+    if T_ptr is not None:
+        beta = nonzero_beta(beta)
+    T = invert_unit_lower(Akk * (beta * rk)[:, None] * rk[None, :], C, P) * beta[None, :]
+    if T_ptr is not None:
+        store_tile(T_ptr + at * C, T, rows, HV * C, rows, live, C, C)
+        factors_ptr += at * 4 + rows * (HV * 4)
+        tl.store(factors_ptr, norm_factor(qq, live, L2NORM), mask=live)
+        tl.store(factors_ptr + 1, rk, mask=live)
     write_wy(
-        T * beta[None, :], rq, rk,
+        T, rq, rk,
         q_ptr, k_ptr, v_ptr + first * v_row + h * v_head, G_ptr + at * K, w_ptr + at * K, u_ptr + at * V, kg_ptr + at * K, qg_ptr + at * K,
         q_row, k_row, v_row, rows, live, length, HV, K, V, BK, BV, P,
     )  # fmt: skip
@@ -152,18 +160,20 @@ def wy(
 
 
 def prepare(
-    problem: Problem, config: Config, plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, G: torch.Tensor, beta: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    problem: Problem, config: Config, plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, G: torch.Tensor, beta: torch.Tensor,
+    T: torch.Tensor | None = None, factors: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """intra_diagonal, intra_offdiagonal, solve and wy in one kernel.
 
-    Args: as `wy`, without Linv.
+    Args: as `wy`, without Linv. For the backward, also written: T [B, T, HV, C] = Linv Diag(beta) in q's dtype, with |beta| at least 2^-30;
+    the L2 norms' row factors of q and k in the first two of factors [B, T, HV, 4] fp32.
     Returns: Aqk [B, T, HV, C], w [B, T, HV, K], u [B, T, HV, V], kg, qg [B, T, HV, K], all in q's dtype."""
     w, u, kg, qg = empty_wy(problem, v)
     Aqk = torch.empty(*v.shape[:3], plan.chunk_size, dtype=v.dtype, device=v.device)
     q, k, v, beta = as_rows(q), as_rows(k), as_rows(v), as_rows(beta)
     if q.shape[0] and plan.num_chunks:
         prepare_kernel[(plan.num_chunks, problem.HV)](
-            q, k, v, G, beta, Aqk, w, u, kg, qg, plan.chunks, q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0),
+            q, k, v, G, beta, Aqk, w, u, kg, qg, T, factors, plan.chunks, q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0),
             v.stride(1), beta.stride(0), float(problem.scale), H=problem.H, HV=problem.HV, K=problem.K, V=problem.V, C=plan.chunk_size,
             BK=config.block_k, BV=config.block_v, L2NORM=problem.qk_l2norm, SIGMOID=problem.beta_sigmoid, NEG=problem.neg_eigval,
             DIAGONAL=config.form, P=config.precision, num_warps=config.intra_warps,
