@@ -1,0 +1,134 @@
+"""Compile kernels for a GPU that is not there, through the launchers' own code, and report what the compiler made of them.
+
+    with compiling("sm_90") as kernels:
+        forward(problem, inputs)            # tensors on the CPU; nothing runs, every launch compiles
+    kernels[0].registers, kernels[0].spills, kernels[0].shared
+
+Works in processes without TRITON_INTERPRET only. `python tests/offline.py TARGET` compiles the portable forward for one target and prints
+a table; other suites pass their own function to `compile_report`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "sm_120": GPUTarget("cuda", 120, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+SHARED_LIMIT = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024, "sm_120": 99 * 1024, "gfx942": 64 * 1024}
+CAPABILITY = {"sm_80": (8, 0), "sm_90": (9, 0), "sm_100": (10, 0), "sm_120": (12, 0), "gfx942": None}
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What the compiler reports of one kernel."""
+
+    name: str
+    registers: int
+    spills: int  # bytes of stack or spill slots per thread
+    shared: int  # bytes per block
+    warps: int
+    asm: dict  # text of each stage: "ttgir", "ptx" or "amdgcn", ...
+
+
+class FakeDriver:
+    """A driver of a device that is not there: it knows its target and launches nothing."""
+
+    def __init__(self, target: GPUTarget):
+        self.target = target
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int = 0) -> int:
+        return 0
+
+    def set_current_device(self, device: int) -> None:
+        return None
+
+    def map_python_to_cpp_type(self, ty: str) -> str:
+        return ty
+
+
+def cubin_usage(cubin: bytes) -> tuple[int, int]:
+    """Registers per thread, and bytes of stack and local memory per thread, of an NVIDIA binary."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as f:
+        f.write(cubin)
+        f.flush()
+        text = subprocess.run([tool, "-res-usage", f.name], capture_output=True, text=True, check=True).stdout
+    found = {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
+    return found["REG"], found["STACK"] + found["LOCAL"]
+
+
+def amdgcn_usage(text: str) -> tuple[int, int]:
+    """Vector registers, and spilled registers plus scratch bytes per thread, of an AMD assembly text."""
+    field = lambda name: int(re.search(rf"\.{name}:\s+(\d+)", text).group(1))
+    return field("vgpr_count"), field("vgpr_spill_count") + field("private_segment_fixed_size")
+
+
+def describe_kernel(kernel: object) -> Compiled:
+    """A `Compiled` from Triton's CompiledKernel."""
+    if "cubin" in kernel.asm:
+        registers, spills = cubin_usage(kernel.asm["cubin"])
+    else:
+        registers, spills = amdgcn_usage(kernel.asm["amdgcn"])
+    metadata = kernel.metadata
+    return Compiled(metadata.name, registers, spills, metadata.shared, metadata.num_warps, kernel.asm)
+
+
+@contextlib.contextmanager
+def compiling(target: str) -> Iterator[list[Compiled]]:
+    """Inside, every Triton launch compiles for `target` instead of running; the list fills with what was compiled, each kernel once."""
+    if os.environ.get("TRITON_INTERPRET", "0") == "1":
+        raise RuntimeError("TRITON_INTERPRET is 1; offline compilation must be in a process without it")
+    kernels: list[Compiled] = []
+    seen: set[int] = set()
+    run = JITFunction.run
+
+    def compile_only(self, *args, grid, warmup, **kwargs):
+        kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
+        kernel = kernel.result() if hasattr(kernel, "result") else kernel
+        if id(kernel) not in seen:
+            seen.add(id(kernel))
+            kernels.append(describe_kernel(kernel))
+        return kernel
+
+    previous = driver._active  # None where there is no GPU; `active` would try to find one
+    driver.set_active(FakeDriver(TARGETS[target]))
+    JITFunction.run = compile_only
+    try:
+        yield kernels
+    finally:
+        JITFunction.run = run
+        driver.set_active(previous)
+
+
+def faults(target: str, kernels: list[Compiled]) -> list[str]:
+    """One line per kernel that spills or wants more shared memory than the target has."""
+    out = []
+    for k in kernels:
+        if k.spills:
+            out.append(f"{target} {k.name}: {k.spills} bytes of spills ({k.registers} registers, {k.warps} warps)")
+        if k.shared > SHARED_LIMIT[target]:
+            out.append(f"{target} {k.name}: {k.shared} bytes of shared memory, limit {SHARED_LIMIT[target]}")
+    return out
