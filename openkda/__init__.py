@@ -2,6 +2,16 @@
 
 from openkda.ops import chunk_kda, fused_kda_gate, fused_recurrent_kda
 from openkda.reference import naive_chunk_kda, naive_recurrent_kda
+from openkda.serving import Checkpoints, kda_decode, kda_prefill
 
 __version__ = "0.1.0"
-__all__ = ["chunk_kda", "fused_kda_gate", "fused_recurrent_kda", "naive_chunk_kda", "naive_recurrent_kda"]
+__all__ = [
+    "Checkpoints",
+    "chunk_kda",
+    "fused_kda_gate",
+    "fused_recurrent_kda",
+    "kda_decode",
+    "kda_prefill",
+    "naive_chunk_kda",
+    "naive_recurrent_kda",
+]

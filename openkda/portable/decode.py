@@ -16,7 +16,7 @@ Where a sequence's state comes from and goes to:
     slots.index is None   state n of `source` (None: zeros), written to state n of `sink` (None: nowhere) after the last token
     slots.index [N, W]    slot index[n, accepted[n] - 1] of `source` (column 0 without `accepted`), written back to the same slot of
                           `sink` after the last token
-    slots.step [N, W']    instead of that, the state after token t goes to slot step[n, t] of `sink`
+    slots.step [N, W']    instead of that, the state after token t goes to slot step[n, STEP_COLUMN + t] of `sink`
 A slot outside [FIRST_SLOT, slots) is no slot: a sequence that reads from one is skipped (its o is zeros, nothing is written), a state
 that belongs to one is dropped. Sequences that share a slot in one call race: what they leave there and in their o is undefined, and
 nothing else is touched.
@@ -24,6 +24,7 @@ nothing else is touched.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -31,9 +32,12 @@ import torch
 import triton
 import triton.language as tl
 
+from openkda.portable.forward import interpreted
 from openkda.portable.gate import softplus
+from openkda.portable.launch import PreparedLaunch
 from openkda.portable.tile import sigmoid
 from openkda.problem import FLOAT_DTYPES, MAX_HEAD_DIM, Inputs, Problem
+from openkda.serving_problem import PoolProblem
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -177,9 +181,9 @@ def find_slot(slots, sizes, n, num_slots, FIRST_SLOT: tl.constexpr, WIDTH: tl.co
 
 
 @triton.jit
-def find_step_slot(slots, sizes, n, t, num_slots, FIRST_SLOT: tl.constexpr, WIDTH: tl.constexpr):
-    """(slot that takes sequence n's state after token t, whether there is one)."""
-    slot = tl.load(slots.step + n * sizes.step_row + t * sizes.step_column, mask=t < WIDTH, other=-1).to(tl.int64)
+def find_step_slot(slots, sizes, n, column, num_slots, FIRST_SLOT: tl.constexpr, WIDTH: tl.constexpr):
+    """(slot that takes sequence n's state of a column of slots.step, whether there is one)."""
+    slot = tl.load(slots.step + n * sizes.step_row + column * sizes.step_column, mask=column < WIDTH, other=-1).to(tl.int64)
     ok = (slot >= FIRST_SLOT) & (slot < num_slots)
     return tl.where(ok, slot, 0), ok
 
@@ -201,7 +205,8 @@ def recurrent_kernel(
     tokens, strides, gate_params, source, sink, slots, sizes, S, R, num_source, num_sink, scale, lower_bound,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, V_FIRST: tl.constexpr,
     GATE: tl.constexpr, QK_L2NORM: tl.constexpr, BETA_SIGMOID: tl.constexpr, NEG_EIGVAL: tl.constexpr, FIRST_SLOT: tl.constexpr,
-    WIDTH: tl.constexpr, STEP_WIDTH: tl.constexpr, ONE_TOKEN: tl.constexpr, PDL: tl.constexpr,
+    WIDTH: tl.constexpr, STEP_WIDTH: tl.constexpr, STEP_COLUMN: tl.constexpr, ONE_TOKEN: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """See the module's head. tokens: Tokens; strides: (row, head) of q, k, v, gate, beta, o; gate_params: (A_log [HV], dt_bias [HV, K]);
     slots: Slots; sizes: SlotSizes. S tokens per sequence unless slots.bounds; R rows in all."""
@@ -247,7 +252,7 @@ def recurrent_kernel(
         p_o = tokens.o + first * strides[10] + i_hv * strides[11] + offs_v
         tl.store(p_o, tl.where(ok, o, 0.0).to(tokens.o.dtype.element_ty), mask=offs_v < V)
         if slots.step is not None:
-            slot, has_sink = find_step_slot(slots, sizes, n, 0, num_sink, FIRST_SLOT, STEP_WIDTH)
+            slot, has_sink = find_step_slot(slots, sizes, n, STEP_COLUMN, num_sink, FIRST_SLOT, STEP_WIDTH)
             ok = ok & has_sink
     else:
         for t in tl.range(0, end - first):
@@ -260,7 +265,7 @@ def recurrent_kernel(
             p_o = tokens.o + row * strides[10] + i_hv * strides[11] + offs_v
             tl.store(p_o, tl.where(ok, o, 0.0).to(tokens.o.dtype.element_ty), mask=offs_v < V)
             if slots.step is not None:
-                step_slot, has_sink = find_step_slot(slots, sizes, n, t, num_sink, FIRST_SLOT, STEP_WIDTH)
+                step_slot, has_sink = find_step_slot(slots, sizes, n, STEP_COLUMN + t, num_sink, FIRST_SLOT, STEP_WIDTH)
                 p_s = sink + step_slot * sizes.sink + offs_s
                 tl.store(p_s, state.to(sink.dtype.element_ty), mask=mask_s & ok & has_sink)
     if sink is not None and (ONE_TOKEN or slots.step is None):
@@ -276,8 +281,8 @@ def flatten_rows(t: torch.Tensor) -> torch.Tensor:
 
 def why_not(problem: Problem) -> str | None:
     """None when `recurrent` serves the problem, otherwise one sentence."""
-    if problem.device_type not in ("cuda", "cpu"):
-        return f"the Triton recurrence runs on GPUs, not on {problem.device_type}"
+    if problem.device_type != "cuda" and not (problem.device_type == "cpu" and interpreted()):
+        return f"the Triton recurrence needs a GPU (or TRITON_INTERPRET=1 set before import), and q is on {problem.device_type}"
     if problem.dtype not in FLOAT_DTYPES:
         return f"the Triton recurrence computes in fp32, so it does not serve {problem.dtype}"
     if problem.needs_grad:
@@ -308,6 +313,38 @@ def recurrent(problem: Problem, inputs: Inputs) -> tuple[torch.Tensor, torch.Ten
         tokens, strides, (A_log, dt_bias), initial, final, Slots(None, None, None, None, inputs.cu_seqlens),
         SlotSizes(HV * K * V, HV * K * V, 0, 0, 0, 0), T, B * T, N, N, problem.scale, problem.lower_bound or 0.0,
         H, HV, K, V, triton.next_power_of_2(K), cfg.block_v, problem.state_v_first, problem.gate, problem.qk_l2norm, problem.beta_sigmoid,
-        problem.neg_eigval, 0, 1, 1, T == 1 and not problem.varlen, False, num_warps=cfg.num_warps,
+        problem.neg_eigval, 0, 1, 1, 0, T == 1 and not problem.varlen, False, num_warps=cfg.num_warps,
     )  # fmt: skip
     return o, final
+
+
+def decode_launch(problem: PoolProblem, device: torch.device) -> Callable[..., None]:
+    """The launch behind kda_decode, to be called with (q, k, v, gate, beta, out, A_log, dt_bias, pool, index, accepted, cu_seqlens)."""
+    H, HV, K, V, W = problem.H, problem.HV, problem.K, problem.V, problem.W
+    cfg = config(K, V, problem.state_dtype.itemsize, problem.state_v_first, problem.N * HV)
+    sizes = SlotSizes(problem.slot_stride, problem.slot_stride, *problem.index_strides, *problem.index_strides)
+    constants = (
+        problem.token_strides, problem.S or 0, problem.R, problem.slots, problem.slots, problem.scale, problem.lower_bound or 0.0,
+        H, HV, K, V, triton.next_power_of_2(K), cfg.block_v, problem.state_v_first, problem.gate, problem.qk_l2norm, True,
+        problem.neg_eigval, problem.pad_slot + 1, W, W, problem.step_column, problem.S == 1, False,
+    )  # fmt: skip
+
+    def build(t: Sequence) -> tuple:
+        q, k, v, gate, beta, out, A_log, dt_bias, pool, index, accepted, cu_seqlens = t
+        slots = Slots(index, accepted, index if problem.per_token else None, None, cu_seqlens)
+        sink = pool if problem.written else None
+        return Tokens(q, k, v, gate, beta, out), constants[0], (A_log, dt_bias), pool, sink, slots, sizes, *constants[1:]
+
+    grid = (triton.cdiv(V, cfg.block_v) * HV * problem.N,)
+    launch = PreparedLaunch(recurrent_kernel, grid, build, device, num_warps=cfg.num_warps)
+    idle = problem.N == 0 or problem.slots == 0
+    if problem.S is not None and not idle:
+        return launch
+
+    def zero_first(*tensors: torch.Tensor | None) -> None:
+        """Rows that belong to no sequence are zeros."""
+        tensors[5].zero_()
+        if not idle:
+            launch(*tensors)
+
+    return zero_first

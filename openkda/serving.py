@@ -1,0 +1,306 @@
+"""Serving: decoding and prefill against a paged pool of states, in place, by slot index.
+
+The raw contract throughout: `gate` and `beta` are logits (activation and sigmoid happen inside, in fp32), q and k are L2-normalised inside
+unless asked not to. A pool belongs to the engine: slots may lie at any distance, other data may lie between them, and no slot but those
+named is read or written. openkda/serving_problem.py has the rules of slots, pads, speculation and verification.
+
+Nothing here waits for the device. Eager calls go straight to the kernels; under torch.compile, and for fake tensors, the same functions
+run as the custom operators openkda::kda_decode and openkda::kda_prefill.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
+from typing import NamedTuple
+
+import torch
+
+from openkda import backends, serving_torch
+from openkda.problem import check_cu_seqlens, describe, fail
+from openkda.serving_problem import Layout, Options, check_decode, check_indices, check_like, check_pool, layout
+
+
+def kda_decode(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    gate: torch.Tensor,
+    beta: torch.Tensor,
+    *,
+    A_log: torch.Tensor | None,
+    dt_bias: torch.Tensor | None,
+    lower_bound: float | None,
+    state_pool: torch.Tensor,
+    state_indices: torch.Tensor,
+    out: torch.Tensor | None = None,
+    num_accepted: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    pad_slot: int = -1,
+    verify: bool = False,
+    scale: float | None = None,
+    use_qk_l2norm_in_kernel: bool = True,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = True,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """One or a few tokens of every sequence, the recurrent states read from and written to a pool.
+
+    Args:
+        q, k: [N, S, H, K] bf16, fp16 or fp32, one dtype with v; S >= 1 tokens per sequence; K from 1 to 256.
+        v: [N, S, HV, V]; HV a multiple of H; V from 1 to 256.
+        gate: [N, S, HV, K] logits. beta: [N, S, HV] logits. bf16, fp16 or fp32 each.
+            These five may be slices of one packed projection: token rows at one distance, a head's vector contiguous.
+        A_log: [HV], None allowed with lower_bound. dt_bias: [HV * K] or [HV, K] or None. fp32, bf16 or fp16.
+        lower_bound: in [-5, 0): decay lower_bound * sigmoid(exp(A_log) * (gate + dt_bias)); None: -exp(A_log) * softplus(gate + dt_bias).
+        state_pool: [slots, HV, V, K] ([slots, HV, K, V] with state_v_first=False), fp32 or bf16, any stride(0). Updated in place.
+        state_indices: [N] or [N, W], int32 or int64, any strides. A pad (index < 0; with pad_slot=0 index <= 0) and an index >= slots
+            read and write nothing, and that sequence's output is 0. Sequences that name the same slot in one call race: their outputs
+            and that slot are undefined, everything else is unaffected.
+        out: [N, S, HV, V], written and returned when given; else allocated in v's dtype.
+        num_accepted: [N] int32 or int64 with state_indices [N, W]: the state is read from column num_accepted - 1; a value outside
+            1 .. W skips the sequence like a pad. With W >= 2 the state after token t is written to column t.
+        cu_seqlens: [N + 1]: the sequences have different lengths and are packed, tensors [1, T, ..]; rows past the last one give 0.
+        verify: leave the slot that is read as it is. The state after token t goes to column t + 1, or nowhere with one column.
+        scale: factor on q, default K ** -0.5.
+        backend: None (Triton on a GPU, torch on a CPU), "portable" or "torch".
+
+    Returns:
+        o [N, S, HV, V].
+
+    Raises:
+        ValueError, TypeError: one sentence naming the argument, its value and what is allowed. Also when a gradient would be needed.
+    """
+    if out is None:
+        out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    options = (lower_bound, scale, pad_slot, verify, use_qk_l2norm_in_kernel, allow_neg_eigval, state_v_first, backend)
+    tensors = (q, k, v, gate, beta, out, A_log, dt_bias, state_pool, state_indices, num_accepted, cu_seqlens)
+    if type(q) is not torch.Tensor or torch.compiler.is_compiling():
+        torch.ops.openkda.kda_decode(*tensors, *options)
+    else:
+        _decode(tensors, options)
+    return out
+
+
+def _decode(tensors: tuple[torch.Tensor | None, ...], options: tuple) -> None:
+    q, k, v, gate, beta, out, A_log, dt_bias, pool, index, accepted, cu = tensors
+    if torch.is_grad_enabled() and (q.requires_grad or v.requires_grad or gate.requires_grad or pool.requires_grad):
+        raise ValueError("kda_decode has no gradient; call it under torch.no_grad(), or chunk_kda for training")
+    _decode_launch(
+        q.shape, q.stride(), q.dtype, k.shape, k.stride(), k.dtype, v.shape, v.stride(), v.dtype, gate.shape, gate.stride(), gate.dtype,
+        beta.shape, beta.stride(), beta.dtype, out.shape, out.stride(), out.dtype, pool.shape, pool.stride(), pool.dtype,
+        index.shape, index.stride(), index.dtype, q.device, _devices(tensors), layout(A_log), layout(dt_bias), layout(accepted), layout(cu),
+        options,
+    )(*tensors)  # fmt: skip
+
+
+def _devices(tensors: tuple[torch.Tensor | None, ...]) -> int:
+    """The device number all tensors share (-1: CPU); ValueError when they do not share one."""
+    numbers = {t.get_device() for t in tensors if t is not None}
+    if len(numbers) != 1:
+        raise ValueError(f"the tensors lie on devices {sorted(numbers)} (-1 is the CPU); all must be on q's device")
+    return numbers.pop()
+
+
+@lru_cache(maxsize=4096)
+def _decode_launch(*key: object) -> Callable[..., None]:
+    """Checks of one kind of call, and what runs it: called with the tensors of `_decode`."""
+    metas = [Layout(*key[i : i + 3]) for i in range(0, 24, 3)]
+    device, _, A_log, dt_bias, accepted, cu, (*options, backend) = key[24:]
+    q, k, v, gate, beta, out, pool, index = metas
+    problem = check_decode(q, k, v, gate, beta, out, A_log, dt_bias, pool, index, accepted, cu, Options(*options), device)
+    name = _decode_backend(device, backend)
+    if name == "torch":
+        return partial(serving_torch.decode, problem)
+    from openkda.portable.decode import decode_launch  # Triton may be absent where the torch path serves
+
+    return decode_launch(problem, device)
+
+
+def _decode_backend(device: torch.device, backend: str | None) -> str:
+    if backend not in (None, "portable", "torch"):
+        raise fail("backend", repr(backend), "None, 'portable' or 'torch'")
+    return backend or ("portable" if device.type == "cuda" else "torch")
+
+
+class Checkpoints(NamedTuple):
+    """States to be kept during prefill. Entry m: the state of sequence `sequence[m]` after `offset[m]` tokens of this call."""
+
+    states: torch.Tensor  # [M, HV, V, K] fp32 or the pool's dtype, V and K as in the pool; written
+    sequence: Sequence[int]  # M
+    offset: Sequence[int]  # M multiples of 16, from 16 to the sequence's length
+
+
+def kda_prefill(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    gate: torch.Tensor,
+    beta: torch.Tensor,
+    *,
+    A_log: torch.Tensor | None,
+    dt_bias: torch.Tensor | None,
+    lower_bound: float | None,
+    state_pool: torch.Tensor,
+    state_indices: torch.Tensor,
+    has_initial_state: torch.Tensor | None,
+    cu_seqlens: torch.Tensor,
+    out: torch.Tensor | None = None,
+    checkpoints: Checkpoints | None = None,
+    cu_seqlens_cpu: torch.Tensor | None = None,
+    pad_slot: int = -1,
+    scale: float | None = None,
+    use_qk_l2norm_in_kernel: bool = True,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = True,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """Whole prompts, or the next piece of them, of N sequences of any lengths, continuing from states in a pool.
+
+    Args:
+        q, k [1, T, H, K], v [1, T, HV, V], gate [1, T, HV, K], beta [1, T, HV], A_log, dt_bias, lower_bound, scale: as kda_decode.
+        state_pool: [slots, HV, V, K] ([slots, HV, K, V] with state_v_first=False), fp32 or bf16, any stride(0). The state after each
+            sequence's last token is written to its slot; an empty sequence writes the state it began with.
+        state_indices: [N] int32 or int64, any stride; pads and indices out of range as in kda_decode.
+        has_initial_state: [N] bool; False starts from zero whatever the slot holds. None: all True.
+        cu_seqlens: [N + 1] int32 or int64, from 0 to at most T; rows past the last sequence give 0. Lengths from one token up may be
+            mixed. Not read on the host unless cu_seqlens_cpu is given (then checked) or checkpoints need it.
+        checkpoints: states to keep, see Checkpoints. The prompt is cut there, so each costs a launch of the chunk kernels; the lengths
+            are needed on the host, so pass cu_seqlens_cpu to avoid waiting for the device.
+        out: [1, T, HV, V], written and returned when given.
+        backend: None (the best that serves), "hopper", "portable" or "torch".
+
+    Returns:
+        o [1, T, HV, V].
+
+    Raises:
+        ValueError, TypeError: one sentence naming the argument, its value and what is allowed.
+    """
+    if out is None:
+        out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    states, sequence, offset = (None, [], []) if checkpoints is None else checkpoints
+    pooled = (state_pool, state_indices, has_initial_state, cu_seqlens, cu_seqlens_cpu, states, list(sequence), list(offset))
+    options = (lower_bound, scale, pad_slot, use_qk_l2norm_in_kernel, allow_neg_eigval, state_v_first, backend)
+    if type(q) is not torch.Tensor or torch.compiler.is_compiling():
+        torch.ops.openkda.kda_prefill(q, k, v, gate, beta, out, A_log, dt_bias, *pooled, *options)
+    else:
+        _prefill(q, k, v, gate, beta, out, A_log, dt_bias, *pooled, *options)
+    return out
+
+
+@torch.no_grad()
+def _prefill(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gate: torch.Tensor, beta: torch.Tensor, out: torch.Tensor,
+    A_log: torch.Tensor | None, dt_bias: torch.Tensor | None, state_pool: torch.Tensor, state_indices: torch.Tensor,
+    has_initial_state: torch.Tensor | None, cu_seqlens: torch.Tensor, cu_seqlens_cpu: torch.Tensor | None, states: torch.Tensor | None,
+    sequence: list[int], offset: list[int], lower_bound: float | None, scale: float | None, pad_slot: int, use_qk_l2norm_in_kernel: bool,
+    allow_neg_eigval: bool, state_v_first: bool, backend: str | None,
+) -> None:  # fmt: skip
+    if cu_seqlens is None:
+        raise fail("cu_seqlens", None, "a tensor [N + 1]")
+    if v.dim() != 4 or q.dim() != 4:
+        raise fail("v's shape" if v.dim() != 4 else "q's shape", list((v if v.dim() != 4 else q).shape), "[1, T, heads, head dim]")
+    N, (HV, V), K = cu_seqlens.shape[0] - 1, v.shape[2:], q.shape[3]
+    check_pool(layout(state_pool), HV, K, V, state_v_first)
+    if state_indices is None or state_indices.dim() != 1:
+        raise fail("state_indices's shape", None if state_indices is None else list(state_indices.shape), f"[{N}]")
+    check_indices(layout(state_indices), N, None, pad_slot)
+    check_like("out", layout(out), tuple(v.shape), (torch.bfloat16, torch.float16, torch.float32))
+    if out.shape[1] and not out[0, 0].is_contiguous():
+        raise fail("out's strides", list(out.stride()), "dense inside a token")
+    if has_initial_state is not None:
+        check_like("has_initial_state", layout(has_initial_state), (N,), (torch.bool,))
+    _devices((q, state_pool, state_indices, has_initial_state, cu_seqlens, out, states))
+    pool = _pool_functions(q.device, backend)
+    call = partial(
+        describe, A_log=A_log, dt_bias=dt_bias, scale=scale, use_gate_in_kernel=True, lower_bound=lower_bound, safe_gate=False,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel=True, allow_neg_eigval=allow_neg_eigval,
+        output_final_state=True, return_intermediate_states=False, state_v_first=state_v_first, chunk_size=64,
+    )  # fmt: skip
+
+    def forward(tensors: Sequence[torch.Tensor], S: torch.Tensor, cu: torch.Tensor, cu_cpu: torch.Tensor | None) -> tuple:
+        problem, inputs = call(*tensors, initial_state=S, cu_seqlens=cu, cu_seqlens_cpu=cu_cpu, check_lengths=cu_cpu is not None)
+        return backends.module(backends.choose(problem, backend)).forward(problem, inputs)[:2]
+
+    S = pool.gather_states(state_pool, state_indices, has_initial_state, pad_slot)
+    if states is None:
+        o, S = forward((q, k, v, gate, beta), S, cu_seqlens, cu_seqlens_cpu)
+        out.copy_(o)
+    else:
+        check_like("checkpoints.states", layout(states), (len(offset), *state_pool.shape[1:]), (torch.float32, state_pool.dtype))
+        lengths = check_cu_seqlens(cu_seqlens, cu_seqlens_cpu, q.shape[1])
+        S = _forward_in_pieces(forward, (q, k, v, gate, beta), S, lengths, out, Checkpoints(states, sequence, offset))
+    pool.scatter_states(S, state_pool, state_indices, pad_slot)
+    pool.clear_rows(out, cu_seqlens, state_indices, state_pool.shape[0], pad_slot)
+
+
+def _pool_functions(device: torch.device, backend: str | None) -> object:
+    """The module with gather_states, scatter_states and clear_rows for tensors on `device`."""
+    if device.type != "cuda" and backend != "portable":
+        return serving_torch
+    from openkda.portable import pool
+
+    return pool
+
+
+def _forward_in_pieces(
+    forward: Callable[..., tuple], tensors: tuple[torch.Tensor, ...], S: torch.Tensor, lengths: tuple[int, ...], out: torch.Tensor,
+    checkpoints: Checkpoints,
+) -> torch.Tensor:  # fmt: skip
+    """Run every sequence up to its first checkpoint, all of them in one call, then on to the second, and so on. Returns the last states.
+
+    The states between the pieces are fp32, so the cuts cost no precision."""
+    kept: dict[int, dict[int, list[int]]] = {n: {} for n in range(len(lengths))}  # sequence -> offset -> entries of checkpoints
+    for m, (n, p) in enumerate(zip(checkpoints.sequence, checkpoints.offset, strict=True)):
+        if not 0 <= n < len(lengths):
+            raise fail(f"checkpoints.sequence[{m}]", n, f"a sequence, 0 .. {len(lengths) - 1}")
+        if p % 16 or not 0 < p <= lengths[n]:
+            raise fail(f"checkpoints.offset[{m}]", p, f"a multiple of 16 from 16 to the sequence's length {lengths[n]}")
+        kept[n].setdefault(p, []).append(m)
+    device, start, pieces = out.device, 0, []
+    for n, length in enumerate(lengths):
+        ends = sorted({*kept[n], length})
+        pieces.append([(start + a, start + b) for a, b in zip([0, *ends], ends)])
+        start += length
+    out[:, start:].zero_()
+    S = S.clone()
+    for i in range(max(map(len, pieces), default=0)):
+        active = [n for n, p in enumerate(pieces) if i < len(p)]
+        spans = [pieces[n][i] for n in active]
+        bounds = torch.tensor([0, *(b - a for a, b in spans)]).cumsum(0)
+        which = torch.tensor(active, device=device)
+        if len(spans) == 1:
+            rows = slice(*spans[0])
+        else:
+            rows = torch.cat([torch.arange(a, b, device=device) for a, b in spans])
+        o, after = forward([t[:, rows] for t in tensors], S[which], bounds.to(device), bounds)
+        out[:, rows] = o.to(out.dtype)
+        S[which] = after
+        for n, (_, end) in zip(active, spans):
+            first = pieces[n][0][0]
+            for m in kept[n].get(end - first, ()):
+                checkpoints.states[m].copy_(S[n])
+    return S
+
+
+_SHARED = (
+    "Tensor q, Tensor k, Tensor v, Tensor gate, Tensor beta, Tensor(a!) out, Tensor? A_log, Tensor? dt_bias, Tensor(b!) state_pool, "
+    "Tensor state_indices, "
+)
+_DECODE_SCHEMA = (
+    _SHARED + "Tensor? num_accepted, Tensor? cu_seqlens, float? lower_bound, float? scale, int pad_slot, bool verify, bool qk_l2norm, "
+    "bool neg_eigval, bool state_v_first, str? backend) -> ()"
+)
+_PREFILL_SCHEMA = (
+    _SHARED + "Tensor? has_initial_state, Tensor cu_seqlens, Tensor? cu_seqlens_cpu, Tensor(c!)? checkpoint_states, int[] sequence, "
+    "int[] offset, float? lower_bound, float? scale, int pad_slot, bool qk_l2norm, bool neg_eigval, bool state_v_first, str? backend) -> ()"
+)
+_library = torch.library.Library("openkda", "DEF")
+for _name, _schema, _run in (
+    ("kda_decode", _DECODE_SCHEMA, lambda *args: _decode(args[:12], args[12:])),
+    ("kda_prefill", _PREFILL_SCHEMA, _prefill),
+):
+    _library.define(f"{_name}({_schema}")
+    _library.impl(_name, _run, "CPU")
+    _library.impl(_name, _run, "CUDA")
+    torch.library.register_fake(f"openkda::{_name}", lambda *args: None, lib=_library)

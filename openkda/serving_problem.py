@@ -1,0 +1,229 @@
+"""What one serving call asks for: `PoolProblem`, its checks, and the rules of slots in one place.
+
+Slots. `state_indices` [N] or [N, W] names slots of a pool. An index below `pad_slot + 1` (so: negative, or with pad_slot=0 also zero) is
+a pad, an index at or past the pool's end is treated alike: such a sequence reads and writes nothing and its o is zeros. Columns:
+
+    [N] or [N, 1]           the state is read from the slot and, after the last token, written back to it
+    [N, W], W >= 2          read column num_accepted - 1 (column 0 without num_accepted), write the state after token t to column t
+    num_accepted outside    1 .. W: the sequence is skipped like a pad
+    verify=True             the slot that is read stays as it is: the state after token t goes to column t + 1, with one column nowhere
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+
+from openkda.problem import FLOAT_DTYPES, MAX_HEAD_DIM, _capability, fail
+
+STATE_DTYPES = (torch.float32, torch.bfloat16)
+INDEX_DTYPES = (torch.int32, torch.int64)
+
+
+class Layout(NamedTuple):
+    """What the checks read of a tensor; hashable, so that a repeated call costs one dictionary lookup."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def layout(t: torch.Tensor | None) -> Layout | None:
+    """The layout of a tensor, None of None."""
+    return None if t is None else Layout(t.shape, t.stride(), t.dtype)
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options that kda_decode and the fused step share."""
+
+    lower_bound: float | None  # natural log; None: the softplus gate
+    scale: float | None  # None: K ** -0.5
+    pad_slot: int
+    verify: bool
+    qk_l2norm: bool
+    neg_eigval: bool
+    state_v_first: bool
+
+
+@dataclass(frozen=True)
+class PoolProblem:
+    """Sizes, strides, dtypes and options of one call against a state pool."""
+
+    N: int
+    S: int | None  # tokens per sequence; None when cu_seqlens cuts the rows
+    R: int  # token rows in all
+    H: int
+    HV: int
+    K: int
+    V: int
+    slots: int
+    slot_stride: int
+    index_strides: tuple[int, int]  # row, column
+    W: int  # columns of state_indices
+    speculative: bool  # num_accepted is given
+    token_strides: tuple[int, ...]  # (row, head) of q, k, v, gate, beta, out
+    dtype: torch.dtype
+    state_dtype: torch.dtype
+    scale: float
+    lower_bound: float | None
+    has_A_log: bool
+    has_dt_bias: bool
+    pad_slot: int
+    verify: bool
+    qk_l2norm: bool
+    neg_eigval: bool
+    state_v_first: bool
+    device_type: str
+    capability: tuple[int, int] | None
+
+    @property
+    def gate(self) -> str:
+        """ "softplus" or "bounded"."""
+        return "softplus" if self.lower_bound is None else "bounded"
+
+    @property
+    def per_token(self) -> bool:
+        """True when the state after every token has a slot of its own."""
+        return self.W > 1
+
+    @property
+    def step_column(self) -> int:
+        """Column of state_indices that takes the state after token 0."""
+        return int(self.verify)
+
+    @property
+    def written(self) -> bool:
+        """False when no state is written at all."""
+        return self.per_token or not self.verify
+
+
+def row_strides(name: str, t: Layout) -> tuple[int, int]:
+    """(row, head) strides of a [N, S, heads, ..] tensor whose token rows must lie at one distance, last dimension contiguous."""
+    N, S = t.shape[:2]
+    if len(t.shape) == 4 and t.shape[3] > 1 and t.stride[3] != 1:
+        raise fail(f"{name}'s last stride", t.stride[3], "1 (use .contiguous())")
+    if N > 1 and S > 1 and t.stride[0] != S * t.stride[1]:
+        raise fail(f"{name}'s strides", list(t.stride), f"such that stride(0) = {S} * stride(1): token rows at one distance")
+    return (t.stride[0] if S == 1 else t.stride[1]), t.stride[2]
+
+
+def check_like(name: str, t: Layout | None, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> None:
+    """Shape and dtype of a required tensor."""
+    if t is None:
+        raise fail(name, None, f"a tensor {list(shape)}")
+    if tuple(t.shape) != shape:
+        raise fail(f"{name}'s shape", list(t.shape), str(list(shape)))
+    if t.dtype not in dtypes:
+        raise fail(f"{name}'s dtype", t.dtype, "one of " + ", ".join(map(str, dtypes)))
+
+
+def check_gate(A_log: Layout | None, dt_bias: Layout | None, HV: int, K: int, lower_bound: float | None) -> None:
+    """The gate's parameters: A_log [HV] or [1, 1, HV, 1], dt_bias [HV * K] or [HV, K], lower_bound in [-5, 0) or None."""
+    if lower_bound is not None and not -5.0 <= lower_bound < 0.0:
+        raise fail("lower_bound", lower_bound, "in [-5, 0), or None for the softplus gate")
+    if A_log is None and lower_bound is None:
+        raise fail("A_log", None, "a tensor [HV] without lower_bound")
+    for name, t, shapes in (("A_log", A_log, ((HV,), (1, 1, HV, 1))), ("dt_bias", dt_bias, ((HV * K,), (HV, K)))):
+        if t is None:
+            continue
+        if tuple(t.shape) not in shapes:
+            raise fail(f"{name}'s shape", list(t.shape), " or ".join(str(list(s)) for s in shapes))
+        check_like(name, t, tuple(t.shape), FLOAT_DTYPES)
+        if not _dense(t):
+            raise fail(f"{name}'s strides", list(t.stride), "contiguous")
+
+
+def _dense(t: Layout) -> bool:
+    expected = 1
+    for size, stride in zip(reversed(t.shape), reversed(t.stride)):
+        if size > 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def check_pool(pool: Layout | None, HV: int, K: int, V: int, v_first: bool) -> None:
+    """state_pool [slots, HV, V, K] (or [slots, HV, K, V]): each slot dense, slots at any distance."""
+    want = f"[slots, {HV}, {V}, {K}] (state_v_first=True)" if v_first else f"[slots, {HV}, {K}, {V}] (state_v_first=False)"
+    if pool is None:
+        raise fail("state_pool", None, "a tensor " + want)
+    if len(pool.shape) != 4 or tuple(pool.shape[1:]) != ((HV, V, K) if v_first else (HV, K, V)):
+        raise fail("state_pool's shape", list(pool.shape), want)
+    if pool.dtype not in STATE_DTYPES:
+        raise fail("state_pool's dtype", pool.dtype, "torch.float32 or torch.bfloat16")
+    if not _dense(Layout(pool.shape[1:], pool.stride[1:], pool.dtype)):
+        raise fail("state_pool's strides", list(pool.stride), "dense inside a slot (only stride(0) is free)")
+    if pool.shape[0] > 1 and pool.stride[0] < HV * K * V:
+        raise fail("state_pool's stride(0)", pool.stride[0], f"at least {HV * K * V}, the elements of a slot")
+
+
+def check_indices(index: Layout | None, N: int, accepted: Layout | None, pad_slot: int) -> tuple[int, tuple[int, int]]:
+    """state_indices [N] or [N, W] and num_accepted [N]. Returns W and the (row, column) strides."""
+    if index is None:
+        raise fail("state_indices", None, f"a tensor [{N}] or [{N}, W]")
+    if len(index.shape) not in (1, 2) or index.shape[0] != N or index.shape[-1] < (len(index.shape) == 2):
+        raise fail("state_indices's shape", list(index.shape), f"[{N}] or [{N}, W]")
+    if index.dtype not in INDEX_DTYPES:
+        raise fail("state_indices's dtype", index.dtype, "torch.int32 or torch.int64")
+    if pad_slot not in (-1, 0):
+        raise fail("pad_slot", pad_slot, "-1 (negative indices are pads) or 0 (zero is one too)")
+    W = index.shape[1] if len(index.shape) == 2 else 1
+    if accepted is not None:
+        check_like("num_accepted", accepted, (N,), INDEX_DTYPES)
+        if N > 1 and accepted.stride[0] != 1:
+            raise fail("num_accepted's stride", accepted.stride[0], "1")
+        if W < 2:
+            raise fail("state_indices's shape", list(index.shape), f"[{N}, W] with W >= 2, one slot per draft step, with num_accepted")
+    return W, (index.stride[0], index.stride[1] if len(index.shape) == 2 else 0)
+
+
+@lru_cache(maxsize=4096)
+def check_decode(
+    q: Layout, k: Layout, v: Layout, gate: Layout, beta: Layout, out: Layout, A_log: Layout | None, dt_bias: Layout | None,
+    pool: Layout, index: Layout, accepted: Layout | None, cu: Layout | None, options: Options, device: torch.device,
+) -> PoolProblem:  # fmt: skip
+    """The `PoolProblem` of kda_decode; ValueError names the argument that does not fit."""
+    if len(q.shape) != 4 or not 1 <= q.shape[3] <= MAX_HEAD_DIM:
+        raise fail("q's shape", list(q.shape), f"[N, S, H, K] with K from 1 to {MAX_HEAD_DIM}")
+    N, S, H, K = q.shape
+    if S < 1 and cu is None:
+        raise fail("q's shape", list(q.shape), "[N, S, H, K] with S at least 1")
+    if len(v.shape) != 4 or tuple(v.shape[:2]) != (N, S) or not 1 <= v.shape[3] <= MAX_HEAD_DIM:
+        raise fail("v's shape", list(v.shape), f"[{N}, {S}, HV, V] with V from 1 to {MAX_HEAD_DIM}")
+    HV, V = v.shape[2:]
+    if H < 1 or HV < 1 or HV % H:
+        raise fail("v's head count", HV, f"a multiple of q's head count {H}")
+    check_like("q", q, (N, S, H, K), FLOAT_DTYPES)
+    check_like("k", k, (N, S, H, K), (q.dtype,))
+    check_like("v", v, (N, S, HV, V), (q.dtype,))
+    check_like("gate", gate, (N, S, HV, K), FLOAT_DTYPES)
+    check_like("beta", beta, (N, S, HV), FLOAT_DTYPES)
+    check_like("out", out, (N, S, HV, V), FLOAT_DTYPES)
+    check_gate(A_log, dt_bias, HV, K, options.lower_bound)
+    check_pool(pool, HV, K, V, options.state_v_first)
+    sequences = N
+    if cu is not None:
+        if len(cu.shape) != 1 or cu.shape[0] < 1 or cu.dtype not in INDEX_DTYPES:
+            raise fail("cu_seqlens", f"{list(cu.shape)} {cu.dtype}", "[N + 1] int32 or int64")
+        if cu.shape[0] > 1 and cu.stride[0] != 1:
+            raise fail("cu_seqlens's stride", cu.stride[0], "1")
+        if N != 1:
+            raise fail("q's batch size", N, "1 with cu_seqlens, the sequences packed along the second dimension")
+        sequences = cu.shape[0] - 1
+    W, index_strides = check_indices(index, sequences, accepted, options.pad_slot)
+    written = W - options.verify
+    if W > 1 and cu is None and written < S:
+        raise fail("state_indices's shape", list(index.shape), f"[{N}, W] with W >= {S + options.verify}, a slot for each of {S} tokens")
+    tokens = (("q", q), ("k", k), ("v", v), ("gate", gate), ("beta", beta), ("out", out))
+    return PoolProblem(
+        N=sequences, S=None if cu is not None else S, R=N * S, H=H, HV=HV, K=K, V=V, slots=pool.shape[0], slot_stride=pool.stride[0],
+        index_strides=index_strides, W=W, speculative=accepted is not None,
+        token_strides=tuple(s for name, t in tokens for s in row_strides(name, t)), dtype=q.dtype, state_dtype=pool.dtype,
+        scale=float(K**-0.5 if options.scale is None else options.scale), lower_bound=options.lower_bound, has_A_log=A_log is not None,
+        has_dt_bias=dt_bias is not None, pad_slot=options.pad_slot, verify=options.verify, qk_l2norm=options.qk_l2norm,
+        neg_eigval=options.neg_eigval, state_v_first=options.state_v_first, device_type=device.type, capability=_capability(device),
+    )  # fmt: skip

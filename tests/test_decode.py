@@ -1,0 +1,252 @@
+"""The token recurrence and kda_decode: values against the fp64 recurrence, slots, speculation, verification. Triton and torch alike."""
+
+import pytest
+import torch
+from serving_case import TOKENS, assert_matches, assert_untouched, check, make
+
+from openkda import fused_recurrent_kda, kda_decode
+from openkda.portable.decode import config
+from openkda.testing import make_case
+
+pytestmark = pytest.mark.parametrize("backend", ["portable", "torch"])
+
+
+def run(case, backend, indices, **options):
+    """kda_decode with state_indices given as a list."""
+    indices = torch.tensor(indices, dtype=torch.int32, device=case.pool.device)
+    for name in ("num_accepted", "cu_seqlens"):
+        if name in options:
+            options[name] = torch.tensor(options[name], dtype=torch.int32, device=case.pool.device)
+    return kda_decode(**case.arguments(state_indices=indices, backend=backend, **options))
+
+
+@pytest.mark.parametrize("regime", ["random", "init", "zero", "extreme", "mixed"])
+@pytest.mark.parametrize("bounded", [True, False])
+@pytest.mark.parametrize("v_first", [True, False])
+def test_every_gate_and_layout(backend, regime, bounded, v_first, device):
+    case = make(N=2, S=3, regime=regime, bounded=bounded, v_first=v_first, device=device)
+    o = run(case, backend, [2, 1])
+    check(case, o, [2, 1], {2: (0, 3), 1: (1, 3)})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("S", [1, 2])
+def test_dtypes(backend, dtype, state_dtype, S, device):
+    case = make(N=2, S=S, dtype=dtype, state_dtype=state_dtype, device=device)
+    o = run(case, backend, [1, 2])
+    assert o.dtype == dtype
+    check(case, o, [1, 2], {1: (0, S), 2: (1, S)})
+
+
+@pytest.mark.parametrize("K, V", [(1, 1), (3, 40), (64, 128), (100, 33), (256, 5), (17, 256)])
+@pytest.mark.parametrize("v_first", [True, False])
+def test_head_dims(backend, K, V, v_first, device):
+    case = make(N=1, S=1, HV=1, K=K, V=V, v_first=v_first, device=device)
+    check(case, run(case, backend, [1]), [1], {1: (0, 1)})
+
+
+def test_options(backend, device):
+    case = make(N=1, S=2, H=2, HV=6, dt_bias=False, allow_neg_eigval=True, scale=0.3, use_qk_l2norm_in_kernel=False, device=device)
+    case.tokens["k"] = torch.nn.functional.normalize(case.tokens["k"], dim=-1)
+    check(case, run(case, backend, [1]), [1], {1: (0, 2)})
+
+
+def test_bounded_gate_without_A_log(backend, device):
+    case = make(N=1, S=2, device=device)
+    case.params["A_log"] = None
+    check(case, run(case, backend, [1]), [1], {1: (0, 2)})
+
+
+def test_slow_gate_keeps_its_relative_precision(backend, device):
+    """A decay of 1e-4 per token, constant per channel, over many steps: an approximate sigmoid would show in the state."""
+    case = make(N=1, S=64, HV=1, K=8, V=8, device=device)
+    case.tokens["gate"] = torch.full_like(case.tokens["gate"], -10.8) + 0.1 * torch.arange(8, device=device)
+    check(case, run(case, backend, [1]), [1], {1: (0, 64)})
+
+
+def test_inputs_scaled_by_eight_are_normalised(backend, device):
+    case = make(N=2, device=device)
+    plain = run(case, backend, [1, 2], verify=True)
+    for name in ("q", "k"):
+        case.tokens[name] = case.tokens[name] * 8
+    assert_matches("o", run(case, backend, [1, 2], verify=True), plain.double())
+
+
+@pytest.mark.parametrize("pad_slot", [-1, 0])
+def test_pads_and_wild_indices(backend, pad_slot, device):
+    case = make(N=6, slots=5, used=[3, 4], device=device)
+    pad = -1 if pad_slot == -1 else 0
+    o = run(case, backend, [pad, 3, 5, -7, 2**31 - 1, 4], pad_slot=pad_slot)
+    check(case, o, [None, 3, None, None, None, 4], {3: (1, 1), 4: (5, 1)})
+
+
+def test_slot_zero_is_a_slot_by_default(backend, device):
+    case = make(N=1, used=[0], device=device)
+    check(case, run(case, backend, [0]), [0], {0: (0, 1)})
+
+
+def test_duplicate_slots_touch_nothing_else(backend, device):
+    case = make(N=3, used=[1, 2], device=device)
+    o = run(case, backend, [1, 1, 2])
+    assert_matches("o of the unshared slot", o[2], case.oracle(2, 2)[0])
+    assert_untouched(case, {1, 2})
+
+
+def test_strided_slices_of_one_projection(backend, device):
+    case = make(N=3, S=2, H=2, HV=2, K=16, V=24, device=device)
+    names = list(TOKENS)
+    widths = [case.tokens[n].flatten(2).shape[2] for n in names]
+    packed = torch.full((3, 2, sum(widths) + 3), float("nan"), device=device)
+    start = 0
+    for name, width in zip(names, widths):
+        piece = packed[..., start : start + width]
+        piece.copy_(case.tokens[name].flatten(2))
+        case.tokens[name] = piece.unflatten(2, case.tokens[name].shape[2:]) if name != "beta" else piece
+        start += width
+    out = torch.full((3, 2, 2, 30), float("nan"), device=device)
+    o = run(case, backend, [1, 2, 3], out=out[..., :24])
+    check(case, o, [1, 2, 3], {1: (0, 2), 2: (1, 2), 3: (2, 2)})
+    assert out[..., 24:].isnan().all() and o.data_ptr() == out.data_ptr()
+
+
+def test_indices_from_a_table_column(backend, device):
+    case = make(N=3, device=device)
+    table = torch.full((3, 9), 99, dtype=torch.int64, device=device)
+    table[:, 0] = torch.tensor([2, 3, 1])
+    o = kda_decode(**case.arguments(state_indices=table[:, 0], backend=backend))
+    check(case, o, [2, 3, 1], {2: (0, 1), 3: (1, 1), 1: (2, 1)})
+
+
+@pytest.mark.parametrize("S", [1, 3])
+def test_speculation_reads_and_writes_the_right_columns(backend, S, device):
+    case = make(N=3, S=S, slots=16, used=[1, 2, 3, 5, 6, 7, 9, 10, 11], device=device)
+    table = [[1, 2, 3], [5, 6, 7], [9, 10, 11]]
+    o = run(case, backend, table, num_accepted=[1, 3, 2])
+    writes = {table[n][t]: (n, t + 1) for n in range(3) for t in range(S)}
+    check(case, o, [1, 7, 10], writes)
+
+
+@pytest.mark.parametrize("accepted", [0, -1, 4, 2**30])
+def test_bad_num_accepted_skips_the_sequence(backend, accepted, device):
+    case = make(N=2, S=2, slots=9, used=[1, 2, 3, 4, 5, 6], device=device)
+    o = run(case, backend, [[1, 2, 3], [4, 5, 6]], num_accepted=[accepted, 2])
+    check(case, o, [None, 5], {4: (1, 1), 5: (1, 2)})
+
+
+def test_pads_among_the_columns_drop_only_their_states(backend, device):
+    case = make(N=2, S=3, slots=9, used=[1, 4], device=device)
+    o = run(case, backend, [[1, -1, 2], [-1, 4, 5]])
+    check(case, o, [1, None], {1: (0, 1), 2: (0, 3)})
+
+
+def test_verify_keeps_the_base_state(backend, device):
+    case = make(N=2, S=3, slots=9, used=[1, 5], device=device)
+    check(case, run(case, backend, [1, 5], verify=True), [1, 5], {})
+    o = run(case, backend, [[1, 2, 3, 4], [5, 6, 7, 8]], verify=True)
+    writes = {first + t: (n, t) for n, first in enumerate((1, 5)) for t in (1, 2, 3)}
+    check(case, o, [1, 5], writes)
+
+
+@pytest.mark.parametrize("accept", [0, 1, 2, 3, 4])
+def test_draft_rounds_equal_sequential_decoding(backend, accept, device):
+    """Three rounds of a drafted token stream: the accepted ones must leave the state that plain decoding leaves."""
+    case = make(N=1, S=16, HV=1, slots=8, used=[1], device=device)
+    stream = dict(case.tokens)
+    table, base, done = [1, 2, 3, 4, 5], 0, 0
+    for _ in range(3):
+        case.tokens = {n: x[:, done : done + 4] for n, x in stream.items()}
+        order = [table[base], *(s for i, s in enumerate(table) if i != base)]
+        o = run(case, backend, [order], verify=True)
+        table, base = order, accept
+        keep = o[:, :accept]
+        case.tokens = stream
+        want = case.oracle(0, 1)
+        assert_matches("o", keep, want[0][None, done : done + accept]) if accept else None
+        done += accept
+        assert_matches("state", case.pool[table[base]], want[1][done])
+
+
+def test_ragged_rows(backend, device):
+    case = make(lengths=[2, 0, 3, 1], used=[1, 2, 3, 4], device=device)
+    tail = {n: torch.cat([x, torch.full_like(x[:, :2], float("nan"))], 1) for n, x in case.tokens.items()}
+    case.tokens, kept = tail, case.tokens
+    o = run(case, backend, [4, 3, -1, 1], cu_seqlens=[0, 2, 2, 5, 6])
+    case.tokens = kept
+    assert (o[:, 6:] == 0).all()
+    check(case, o[:, :6], [4, 3, None, 1], {4: (0, 2), 3: (1, 0), 1: (3, 1)})
+
+
+def test_cu_seqlens_past_the_rows_is_clamped(backend, device):
+    case = make(lengths=[2, 2], device=device)
+    o = run(case, backend, [1, 2], cu_seqlens=[0, 2, 900])
+    check(case, o, [1, 2], {1: (0, 2), 2: (1, 2)})
+
+
+def test_nothing_to_do(backend, device):
+    for case, indices in ((make(N=0, device=device), []), (make(N=2, slots=0, used=[], device=device), [1, 2])):
+        o = run(case, backend, indices)
+        assert o.shape == case.tokens["v"].shape and (o == 0).all()
+
+
+def test_many_steps_drift_below_1e_5(backend, device):
+    """96 single steps with bf16 logits (4096 in the GPU test below) against fp64 over the same tokens."""
+    steps_drift(backend, 96, device)
+
+
+@pytest.mark.gpu
+def test_4096_steps_drift_below_1e_5(backend, device):
+    steps_drift(backend, 4096, device)
+
+
+def steps_drift(backend, steps, device):
+    case = make(N=1, S=steps, HV=1, K=8, V=8, regime="init", dtype=torch.bfloat16, device=device)
+    want = case.oracle(0, 1)[1][-1]
+    stream = case.tokens
+    for t in range(steps):
+        case.tokens = {n: x[:, t : t + 1] for n, x in stream.items()}
+        run(case, backend, [1])
+    error = (case.pool[1].double() - want).norm() / want.norm()
+    assert error < 1e-5
+
+
+@pytest.mark.gpu
+def test_pool_beyond_2_31_elements(backend, device):
+    """Slot 10,950 of a bf16 pool of 11,000 x 12 x 128 x 128: its offset does not fit 31 bits."""
+    pool = torch.zeros(11000, 12, 128, 128, dtype=torch.bfloat16, device=device)
+    case = make(N=1, H=12, HV=12, K=128, V=128, slots=2, used=[1], gap=0, state_dtype=torch.bfloat16, device=device)
+    pool[10950] = case.pool[1]
+    o = run(case, backend, [10950], state_pool=pool)
+    answer = case.oracle(0, 1)
+    assert_matches("o", o[0], answer[0])
+    assert_matches("state", pool[10950], answer[1][1])
+    pool[10950] = 0
+    assert not pool.any()
+
+
+@pytest.mark.parametrize("gate", ["none", "softplus", "bounded"])
+@pytest.mark.parametrize("lengths", [None, (0, 3, 1, 5)])
+@pytest.mark.parametrize("state_v_first", [True, False])
+def test_fused_recurrent_kda(backend, gate, lengths, state_v_first, device):
+    case = make_case(
+        T=9, H=1, HV=2, K=16, V=24, lengths=lengths, pad_to=11, raw=gate != "none", bounded=gate == "bounded", state_v_first=state_v_first,
+        device=device,
+    ) if lengths else make_case(
+        B=2, T=9, H=1, HV=2, K=16, V=24, raw=gate != "none", bounded=gate == "bounded", state_v_first=state_v_first, device=device
+    )  # fmt: skip
+    args = {k: v for k, v in case.args.items() if k not in ("chunk_size", "safe_gate")}
+    if gate == "none":
+        args.pop("lower_bound", None)
+    o, final = fused_recurrent_kda(**args, backend=backend)
+    for name, got, want in zip(("o", "final_state"), (o, final), case.oracle):
+        assert_matches(name, got, want)
+
+
+def test_config_is_pure_and_bounded(backend):
+    for K in (1, 16, 100, 128, 256):
+        for V in (1, 64, 256):
+            for state_bytes in (2, 4):
+                for v_first in (True, False):
+                    c = config(K, V, state_bytes, v_first, 64)
+                    assert c == config(K, V, state_bytes, v_first, 64)
+                    assert c.block_v * max(K, 1) <= 64 * 32 * c.num_warps * 2
