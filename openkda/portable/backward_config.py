@@ -1,0 +1,60 @@
+"""`Problem` in, `BackwardConfig` out: how the portable gradient kernels are launched."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from openkda.portable.config import Config, configure, pad, scan_block, shared_limit
+from openkda.problem import Problem
+
+
+@dataclass(frozen=True)
+class BackwardConfig:
+    """Launch configuration of the portable backward."""
+
+    forward: Config  # of the stages that are recomputed, at the backward's chunk size
+    precision: str  # input precision of fp32 matrix products, as in the forward
+    scan_block_v: int  # value columns per program of the reverse scan
+    scan_warps: int
+    scan_stages: int  # depth of the load pipeline over chunks
+    block_v: int  # value columns per step of the score gradients
+    scores_warps: int
+    block_k: int  # channels per program of the input gradients
+    input_block_v: int  # value columns per step of their products with the states
+    input_warps: int
+
+
+@lru_cache(maxsize=1024)
+def configure_backward(problem: Problem) -> BackwardConfig:
+    """The launch configuration of `problem`'s gradients."""
+    wide = problem.dtype == torch.float32
+    chunk = 32 if wide or shared_limit(problem.capability) < 128 * 1024 else 64  # 64 halves the traffic of h and dh
+    K, V = pad(problem.K), pad(problem.V)
+    forward = configure(problem.replace(return_intermediate_states=True, chunk_size=chunk))
+    scan_block_v = scan_block(problem, K, V, wide)
+    return BackwardConfig(
+        forward=forward,
+        precision=forward.precision,
+        scan_block_v=scan_block_v,
+        scan_warps=4 if K * scan_block_v <= 8192 else 8,
+        scan_stages=reverse_scan_stages(problem, chunk, K, scan_block_v),
+        block_v=min(V, 32 if wide else 64),
+        scores_warps=4,
+        block_k=min(K, 32 if wide else 64),
+        input_block_v=min(V, 32 if wide else 64),
+        input_warps=4 if wide else 8,
+    )
+
+
+def reverse_scan_stages(problem: Problem, chunk: int, K: int, block_v: int) -> int:
+    """The deepest load pipeline, up to 3 stages, whose tiles fit in shared memory beside the operands of one step."""
+    element = problem.dtype.itemsize
+    tiles = chunk * (3 * K + block_v + chunk) * element  # w, kg, qg, do, Aqk
+    operands = (K * block_v + chunk * block_v) * element
+    for stages in (3, 2):
+        if tiles * stages + operands <= shared_limit(problem.capability) * 7 // 8:
+            return stages
+    return 1

@@ -1,0 +1,98 @@
+"""Reverse scan: the gradient of the state, serial over the chunks of a sequence from the last to the first (docs/backward.md).
+
+    dr  = Aqk^T do + kg dS'                      gradient of r = u - w S
+    dS  = Diag(2^G_C) dS' + qg^T do - w^T dr     dS': gradient of the chunk's exit state, dS: of its entry state
+
+Grid (block of BV value columns, head, sequence). dS [K, BV] lives in fp32 registers; products take it rounded to the inputs' dtype, and
+that rounded tile is what leaves as dh, so that all later sums use the very numbers that entered dr. Starts from the gradient of the final
+state, or zero; ends as the gradient of the initial state. A sequence without tokens hands the one to the other.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from openkda.plan import Plan
+from openkda.portable.backward_config import BackwardConfig
+from openkda.portable.config import pad
+from openkda.portable.state import state_pointers
+from openkda.portable.tile import as_rows, contiguous, load_tile, load_vector, sequence_bounds, store_tile, tile_mask
+from openkda.problem import Problem
+
+
+@triton.jit
+def reverse_scan_kernel(
+    w_ptr, kg_ptr, qg_ptr,  # [R, HV, K]
+    G_ptr,  # [R, HV, K] fp32
+    Aqk_ptr,  # [R, HV, C]
+    do_ptr,  # [R, HV, V], row stride do_row, head stride do_head
+    dS_final_ptr,  # [N, HV, K, V] or None
+    dh_ptr, dr_ptr,  # [NC, HV, K, V], [R, HV, V]; None unless asked
+    dS0_ptr,  # [N, HV, K, V] or None
+    sequences_ptr,  # [N, 4] int32
+    do_row, do_head,
+    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, KP: tl.constexpr, BV: tl.constexpr,
+    V_FIRST: tl.constexpr, P: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    h = tl.program_id(1).to(tl.int64)
+    n = tl.program_id(2).to(tl.int64)
+    first, length, chunk, count = sequence_bounds(sequences_ptr, n)
+    rows = tl.arange(0, C)
+    kk = tl.arange(0, KP)
+    vv = tl.program_id(0) * BV + tl.arange(0, BV)
+    state_mask = tile_mask(kk < K, vv, V, BV)
+    dS = tl.zeros([KP, BV], tl.float32)
+    if dS_final_ptr is not None:
+        dS = tl.load(state_pointers(dS_final_ptr, n, HV, h, kk, vv, K, V, V_FIRST), mask=state_mask, other=0.0).to(tl.float32)
+
+    for j in tl.range(0, count, num_stages=STAGES):
+        c = count - 1 - j
+        token = first + c * C
+        at = token * HV + h
+        live = rows < length - c * C
+        w = load_tile(w_ptr + at * K, rows, HV * K, kk, live, K, KP)
+        kg = load_tile(kg_ptr + at * K, rows, HV * K, kk, live, K, KP)
+        qg = load_tile(qg_ptr + at * K, rows, HV * K, kk, live, K, KP)
+        Aqk = load_tile(Aqk_ptr + at * C, rows, HV * C, rows, live, C, C)
+        do = load_tile(do_ptr + token * do_row + h * do_head, rows, do_row, vv, live, V, BV)
+        last = tl.minimum(length - c * C, C) - 1
+        decay = tl.exp2(load_vector(G_ptr + at * K + last * (HV * K), kk, K, KP))
+        dSb = dS.to(w.dtype)
+        if dh_ptr is not None:
+            tl.store(state_pointers(dh_ptr, chunk + c, HV, h, kk, vv, K, V, False), dSb, mask=state_mask)
+        dr = tl.dot(tl.trans(Aqk), do, input_precision=P)
+        dr = tl.dot(kg, dSb, acc=dr, input_precision=P)
+        if dr_ptr is not None:
+            store_tile(dr_ptr + at * V, dr, rows, HV * V, vv, live, V, BV)
+        dS = tl.dot(tl.trans(qg), do, acc=dS * decay[:, None], input_precision=P)
+        dS = tl.dot(tl.trans(w), (-dr).to(w.dtype), acc=dS, input_precision=P)
+
+    if dS0_ptr is not None:
+        target = state_pointers(dS0_ptr, n, HV, h, kk, vv, K, V, V_FIRST)
+        tl.store(target, dS.to(dS0_ptr.dtype.element_ty), mask=state_mask)
+
+
+def reverse_scan(
+    problem: Problem, config: BackwardConfig, plan: Plan, w: torch.Tensor, kg: torch.Tensor, qg: torch.Tensor, G: torch.Tensor,
+    Aqk: torch.Tensor, do: torch.Tensor, dfinal_state: torch.Tensor | None, *, tokens: bool, initial_state: bool,
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
+    """The gradients that flow backwards through the state.
+
+    Args: w, kg, qg, Aqk from `prepare`; G from gate_cumsum; do [B, T, HV, V]; dfinal_state problem.state_shape or None (zero).
+    tokens: return what token gradients need; initial_state: return its gradient.
+    Returns: dh [NC, HV, K, V] gradients of chunk-exit states and dr [B, T, HV, V], both in w's dtype; dS0 (problem.state_shape,
+    state_dtype); None where not asked for."""
+    HV, K, V, BV, N = problem.HV, problem.K, problem.V, config.scan_block_v, plan.sequences.shape[0]
+    dh = torch.empty(plan.num_chunks, HV, K, V, dtype=w.dtype, device=w.device) if tokens else None
+    dr = torch.empty(*do.shape, dtype=w.dtype, device=w.device) if tokens else None
+    dS0 = torch.empty(problem.state_shape, dtype=problem.state_dtype, device=w.device) if initial_state else None
+    rows = as_rows(do)
+    if N:
+        reverse_scan_kernel[(triton.cdiv(V, BV), HV, N)](
+            w, kg, qg, G, Aqk, rows, contiguous(dfinal_state), dh, dr, dS0, plan.sequences, rows.stride(0), rows.stride(1), HV=HV, K=K,
+            V=V, C=plan.chunk_size, KP=pad(K), BV=BV, V_FIRST=problem.state_v_first, P=config.precision, STAGES=config.scan_stages,
+            num_warps=config.scan_warps,
+        )  # fmt: skip
+    return dh, dr, dS0
