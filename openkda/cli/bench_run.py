@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from openkda import backends
+from openkda import __version__, backends
 from openkda.benchmarking import CPU_SHAPES, GATES, GPU_SHAPES, Implementation, Row, Shape, foreign, our, run
 from openkda.cli.errors import BadInput, refusals
 from openkda.cli.recording import replacing
@@ -144,9 +144,9 @@ def _timed(
 
 def _header(now: datetime, where: torch.device, impls: list[Implementation], commit: str | None) -> dict[str, object]:
     """Where, when and of what the numbers are."""
-    packages = {"openkda": "openkda", "torch": "torch", "triton": "triton"}
+    packages = {"torch": "torch", "triton": "triton"}
     packages |= {impl.name: PEERS[impl.name].package for impl in impls if not impl.ours}
-    versions: dict[str, str | None] = {"python": platform.python_version()}
+    versions: dict[str, str | None] = {"openkda": __version__, "python": platform.python_version()}
     for name, package in packages.items():
         try:
             versions[name] = version(package)
