@@ -32,10 +32,8 @@ def record(model: KDAForCausalLM, layer: int, tokens: torch.Tensor, precision: t
     with precision:
         model(tokens, use_cache=False)
         hook.remove()
-        qkv, gate, beta = mixer.project(seen[0])
-        q, k, v, _ = mixer.convolve(qkv)
-    tensors = {"q": q, "k": k, "v": v, "g": gate, "beta": beta}
-    tensors = {name: x.to(torch.bfloat16).contiguous().cpu() for name, x in tensors.items()}
+        inputs = mixer.kernel_inputs(seen[0])
+    tensors = {name: inputs[name].to(torch.bfloat16).contiguous().cpu() for name in ("q", "k", "v", "g", "beta")}
     return tensors | {"A_log": mixer.A_log.float().cpu(), "dt_bias": mixer.dt_bias.float().cpu()}
 
 

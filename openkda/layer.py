@@ -24,8 +24,6 @@ from torch import Tensor, nn
 
 from openkda.ops import chunk_kda, fused_recurrent_kda
 
-HAS_CAUSAL_CONV1D = find_spec("causal_conv1d") is not None
-
 # Below this many tokens per sequence, and without gradients, the token-by-token kernel is the shorter way.
 RECURRENT_TOKENS = 16
 
@@ -75,16 +73,22 @@ class KDACache:
             self._segments.pop(0)
 
 
+def uses_causal_conv1d(stream: Tensor, taps: int) -> bool:
+    """Whether the causal_conv1d package (CUDA, two to four taps) is installed and runs this convolution."""
+    return stream.is_cuda and 2 <= taps <= 4 and find_spec("causal_conv1d") is not None
+
+
 def _filter(stream: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """SiLU of the depthwise convolution of stream [B, L, D] with weight [D, 1, W]: [B, L-W+1, D], no padding."""
     taps = weight.shape[-1]
-    if HAS_CAUSAL_CONV1D and stream.is_cuda and stream.shape[1] >= taps:
+    if stream.shape[1] < taps:
+        return stream[:, :0]
+    if uses_causal_conv1d(stream, taps):
         from causal_conv1d import causal_conv1d_fn
 
         # It pads W-1 zeros on the left; the outputs that saw them are the first W-1.
+        bias = None if bias is None else bias.to(stream.dtype)
         y = causal_conv1d_fn(stream.transpose(1, 2), weight.squeeze(1).to(stream.dtype), bias, activation="silu")[..., taps - 1 :]
-    elif stream.shape[1] < taps:
-        return stream[:, :0]
     else:
         y = F.silu(F.conv1d(stream.transpose(1, 2), weight, bias, groups=weight.shape[0]))
     return y.transpose(1, 2)
@@ -132,18 +136,20 @@ def short_conv(
 
 
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """rms_norm(x) * weight * sigmoid(gate) over the last dim, in fp32, returned in x's dtype. x, gate [..., V]; weight [V]."""
-    y = x.float()
-    y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps) * weight.float()
-    return (y * torch.sigmoid(gate.float())).to(x.dtype)
+    """rms_norm(x) * weight * sigmoid(gate) over the last dim, returned in x's dtype. x, gate [..., V]; weight [V]. Computes in
+    fp32, or fp64 for fp64."""
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    y = x.to(dtype)
+    y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps) * weight.to(dtype)
+    return (y * torch.sigmoid(gate.to(dtype))).to(x.dtype)
 
 
 class GatedRMSNorm(nn.Module):
     """`gated_rms_norm` with its weight [dim]."""
 
-    def __init__(self, dim: int, eps: float = 1e-5):
+    def __init__(self, dim: int, eps: float = 1e-5, *, device: torch.device | str | None = None):
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(dim))
+        self.weight = nn.Parameter(torch.ones(dim, device=device))
         self.eps = eps
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
@@ -194,6 +200,7 @@ class KimiDeltaAttention(nn.Module):
         output_gate_bias: whether `g_b_proj` has a bias (fla's layer has, Kimi-Linear-48B has not); default False.
         norm_eps: epsilon of the output norm; default 1e-5.
         backend: name of the kernel backend, or None for the best that serves the problem.
+        device: where the parameters are made; default torch's.
 
     Raises:
         ValueError: a size that does not fit, or a bound outside [-5, 0).
@@ -214,6 +221,7 @@ class KimiDeltaAttention(nn.Module):
         output_gate_bias: bool = False,
         norm_eps: float = 1e-5,
         backend: str | None = None,
+        device: torch.device | str | None = None,
     ):
         super().__init__()
         self.hidden_size, self.num_heads, self.head_dim = hidden_size, num_heads, head_dim
@@ -230,20 +238,20 @@ class KimiDeltaAttention(nn.Module):
 
         self.key_dim, self.value_dim = num_heads * head_dim, self.num_v_heads * self.head_v_dim
         gate_dim = self.num_v_heads * head_dim
-        linear = lambda rows, columns: nn.Linear(rows, columns, bias=False)
-        conv = lambda channels: nn.Conv1d(channels, channels, conv_size, groups=channels, bias=conv_bias)
+        linear = lambda rows, columns: nn.Linear(rows, columns, bias=False, device=device)
+        conv = lambda channels: nn.Conv1d(channels, channels, conv_size, groups=channels, bias=conv_bias, device=device)
         self.q_proj, self.k_proj = linear(hidden_size, self.key_dim), linear(hidden_size, self.key_dim)
         self.v_proj = linear(hidden_size, self.value_dim)
         self.q_conv1d, self.k_conv1d, self.v_conv1d = conv(self.key_dim), conv(self.key_dim), conv(self.value_dim)
         self.f_a_proj, self.f_b_proj = linear(hidden_size, self.head_v_dim), linear(self.head_v_dim, gate_dim)
         self.b_proj = linear(hidden_size, self.num_v_heads)
         self.g_a_proj = linear(hidden_size, self.head_v_dim)
-        self.g_b_proj = nn.Linear(self.head_v_dim, self.value_dim, bias=output_gate_bias)
-        self.A_log = nn.Parameter(torch.empty(self.num_v_heads, dtype=torch.float32))
-        self.dt_bias = nn.Parameter(torch.empty(gate_dim, dtype=torch.float32))
+        self.g_b_proj = nn.Linear(self.head_v_dim, self.value_dim, bias=output_gate_bias, device=device)
+        self.A_log = nn.Parameter(torch.empty(self.num_v_heads, dtype=torch.float32, device=device))
+        self.dt_bias = nn.Parameter(torch.empty(gate_dim, dtype=torch.float32, device=device))
         # Optimisers that read this mark (fla's convention) leave the two decay parameters out of weight decay.
         self.A_log._no_weight_decay = self.dt_bias._no_weight_decay = True
-        self.o_norm = GatedRMSNorm(self.head_v_dim, norm_eps)
+        self.o_norm = GatedRMSNorm(self.head_v_dim, norm_eps, device=device)
         self.o_proj = linear(self.value_dim, hidden_size)
         with torch.no_grad():
             A_log, dt_bias = self.initial_decay()
@@ -296,6 +304,12 @@ class KimiDeltaAttention(nn.Module):
             "lower_bound": self.lower_bound,
             "backend": self.backend,
         }
+
+    def kernel_inputs(self, hidden_states: Tensor) -> dict:
+        """Everything `chunk_kda` gets for hidden_states [B, T, hidden_size] from a zero state, as its keywords."""
+        qkv, gate, beta = self.project(hidden_states)
+        q, k, v, _ = self.convolve(qkv)
+        return {"q": q, "k": k, "v": v, "g": gate, "beta": beta} | self.kernel_options()
 
     def _attend(self, qkv: Tensor, gate: Tensor, beta: Tensor, conv_state: Tensor | None, recurrent_state: Tensor | None,
                 cu_seqlens: Tensor | None, keep_state: bool) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
