@@ -127,10 +127,8 @@ def _timed(
         task = progress.add_task("copy bandwidth", total=asked)
         bandwidth = copy_bandwidth(where)
         report["copy_bandwidth_tbps"] = bandwidth / 1e12
-        console.print(
-            f"copy bandwidth {bandwidth / 1e12:.3g} TB/s, read plus written; floor x: cold time over the memory floor; "
-            "peers x: fastest peer's graph time over ours"
-        )
+        console.print(f"copy bandwidth {bandwidth / 1e12:.3g} TB/s, read plus written")
+        console.print("floor x: time over the memory floor, inputs cold; peers x: fastest peer's graph time over ours")
         out_of_time = lambda: limit is not None and time.monotonic() - started > limit
         for row in run(cells, regimes, gates, impls, where, bandwidth, split_host=host, out_of_time=out_of_time):
             if rows and rows[-1].shape != row.shape:
