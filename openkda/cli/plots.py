@@ -107,7 +107,9 @@ def draw_state(run: Run, curves: Axes, field: Axes) -> None:
 def draw_error(run: Run, curves: Axes, field: Axes) -> None:
     """Relative error of o by token, against the fp64 recurrence, beside the same algorithm in torch."""
     size = run.exact.flatten(1).norm(dim=-1).clamp(min=1e-30)  # [T]
-    for o, label, colour in ((run.twin, f"chunk form in torch at {str(run.problem.dtype)[6:]}", "0.65"), (run.o, f"{run.backend} backend", "tab:blue")):
+    rounded = str(run.problem.dtype).removeprefix("torch.")
+    series = ((run.twin, f"chunk form in torch at {rounded}", "0.65"), (run.o, f"{run.backend} backend", "tab:blue"))
+    for o, label, colour in series:
         error = (o - run.exact).flatten(1).norm(dim=-1) / size
         curves.plot(error.clamp(min=1e-9), ".", ms=2.5, color=colour, label=label)
     mark_sequences(run, curves)

@@ -1,0 +1,125 @@
+"""`openkda check`: every backend of this machine against the token recurrence, over gates, gate regimes, shapes and dtypes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from openkda import backends
+from openkda.cli.errors import BadInput, refusals
+from openkda.cli.run import progress
+from openkda.ops import chunk_kda, fused_recurrent_kda
+from openkda.testing import REGIMES, Case, allowed_error, make_case, relative_error
+
+GATES = ("bounded", "softplus")
+SHAPES = {
+    "a tail, V first": dict(B=2, T=75, H=1, HV=2, K=32, V=16, state_v_first=True),
+    "ragged": dict(lengths=(0, 1, 100, 17), H=1, HV=2, K=16, V=32),
+    "no multiple of 8": dict(T=40, H=2, K=20, V=36, neg_eigval=True),
+}
+GPU_SHAPES = {"long": dict(T=2048, H=4, K=128), "long and ragged": dict(lengths=(1500, 3, 545), H=2, HV=4, K=128)}
+DTYPES = (torch.float32, torch.bfloat16)
+FORMS = {"chunk": chunk_kda, "recurrent": fused_recurrent_kda}
+
+
+@dataclass
+class Row:
+    """The worst of all shapes and dtypes of one backend, form, gate and regime; a share is error / allowed error."""
+
+    backend: str
+    form: str
+    gate: str
+    regime: str
+    cases: int = 0
+    share: float = -1.0
+    output: str = ""
+    error: float = 0.0
+    allowed: float = 0.0
+    where: str = ""
+
+    @property
+    def passed(self) -> bool:
+        return self.share <= 1.0
+
+    def add(self, output: str, error: float, allowed: float, where: str) -> None:
+        """Keep the result if it is the worst so far."""
+        share = error / allowed
+        if not share <= self.share:  # also when share is NaN
+            self.share, self.output, self.error, self.allowed, self.where = share, output, error, allowed, where
+
+
+def served(case: Case, wanted: tuple[str, ...], refused: dict[tuple[str, str], str]) -> list[tuple[str, str]]:
+    """The (backend, form) pairs that serve the case; the first reason of each that does not goes to `refused`."""
+    problem, _ = case.described()
+    pairs = []
+    for form, why_not in (("chunk", backends.why_not), ("recurrent", backends.why_not_recurrent)):
+        for name in wanted:
+            reason = why_not(name, problem)
+            if reason is None:
+                pairs.append((name, form))
+            else:
+                refused.setdefault((name, form), reason)
+    return pairs
+
+
+def check(*, wanted: tuple[str, ...], regimes: tuple[str, ...], device: torch.device) -> bool:
+    """Run every case on every wanted backend that serves it and print a table. Returns False when a result is too far off."""
+    for regime in regimes:
+        if regime not in REGIMES:
+            raise BadInput(f"--regime is {regime!r}; it must be one of {', '.join(REGIMES)}")
+    for name in wanted:
+        if name not in backends.NAMES:
+            raise BadInput(f"--backend is {name!r}; it must be one of {', '.join(backends.NAMES)}")
+    shapes = SHAPES | GPU_SHAPES if device.type == "cuda" else SHAPES
+    rows: dict[tuple[str, str, str, str], Row] = {}
+    refused: dict[tuple[str, str], str] = {}
+    with progress() as bar, torch.no_grad():
+        task = bar.add_task("cases", total=len(regimes) * len(GATES) * len(shapes) * len(DTYPES))
+        for regime in regimes:
+            for gate in GATES:
+                for shape, sizes in shapes.items():
+                    for dtype in DTYPES:
+                        with refusals():
+                            case = make_case(regime, bounded=gate == "bounded", dtype=dtype, device=device, **sizes)
+                        for name, form in served(case, wanted, refused):
+                            row = rows.setdefault((name, form, gate, regime), Row(name, form, gate, regime))
+                            run_case(row, case, f"{shape}, {str(dtype).removeprefix('torch.')}")
+                        bar.advance(task)
+    report(Console(), list(rows.values()), refused)
+    return all(row.passed for row in rows.values())
+
+
+def run_case(row: Row, case: Case, where: str) -> None:
+    """Run the case as `row` says and keep its errors there."""
+    results = FORMS[row.form](**case.args, backend=row.backend)
+    row.cases += 1
+    for output, actual, exact, twin in zip(("o", "final_state"), results, case.oracle, case.twin):
+        row.add(output, relative_error(actual, exact), allowed_error(twin, exact), where)
+
+
+def report(console: Console, rows: list[Row], refused: dict[tuple[str, str], str]) -> None:
+    """One line per backend, form, gate and regime, the worst case in each; then who was not checked and why."""
+    table = Table(title="Worst error against the token recurrence in fp64", title_justify="left")
+    for column in ("backend", "form", "gate", "regime"):
+        table.add_column(column)
+    for column in ("cases", "error", "allowed"):
+        table.add_column(column, justify="right")
+    table.add_column("of", no_wrap=True)
+    table.add_column("in")
+    table.add_column("verdict")
+    for r in sorted(rows, key=lambda r: (backends.NAMES.index(r.backend), r.form)):
+        verdict = "[green]ok[/]" if r.passed else "[red]too far[/]"
+        table.add_row(r.backend, r.form, r.gate, r.regime, str(r.cases), f"{r.error:.1e}", f"{r.allowed:.1e}", r.output, r.where, verdict)
+    console.print(table)
+    checked = {(r.backend, r.form) for r in rows}
+    for (name, form), reason in refused.items():
+        extent = "in part" if (name, form) in checked else "not"
+        console.print(f"{name}, {form} form: {extent} checked: {reason}", highlight=False)
+    failed = sum(not r.passed for r in rows)
+    verdict = (
+        f"[red]{failed} of {len(rows)} lines are too far off[/]" if failed else f"[green]all {len(rows)} lines are within tolerance[/]"
+    )
+    console.print(f"{verdict}; allowed: twice the error of the same chunk algorithm in torch at the same dtype")

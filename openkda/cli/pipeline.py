@@ -1,0 +1,197 @@
+"""What a call does, stage by stage: the tensors each stage reads and writes, and how its programs map to tokens, heads and value columns.
+
+Pure functions of a Problem and the name of the backend that serves it; used by `openkda explain`. No device is needed."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+
+import torch
+
+from openkda.problem import Problem
+
+SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
+BLOCK = 16  # rows of a diagonal sub-block, in every backend
+
+
+@dataclass(frozen=True)
+class Item:
+    """A tensor by name, shape and dtype."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        return "\N{NO-BREAK SPACE}".join((*self.name.split(), "x".join(map(str, self.shape)), SHORT[self.dtype]))
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One step of the pipeline: a kernel, or a few lines of torch."""
+
+    name: str
+    work: str
+    programs: str  # what runs in parallel
+    reads: tuple[Item, ...]
+    writes: tuple[Item, ...]
+
+
+@dataclass(frozen=True)
+class Mapping:
+    """How programs map to the call, for the picture."""
+
+    chunk: int  # tokens per chunk
+    form: str  # pairs inside a diagonal block of 16: "levels", or "product" about one anchor
+    columns: int  # value columns of the state per program of the serial pass
+    chunk_programs: str
+    scan_programs: str
+
+
+def inputs(p: Problem) -> dict[str, Item]:
+    """The tensors given to the call."""
+    tensors = {
+        "q": Item("q", (p.B, p.T, p.H, p.K), p.dtype),
+        "k": Item("k", (p.B, p.T, p.H, p.K), p.dtype),
+        "v": Item("v", (p.B, p.T, p.HV, p.V), p.dtype),
+        "g": Item("g", (p.B, p.T, p.HV, p.K), p.gate_dtype),
+        "beta": Item("beta", (p.B, p.T, p.HV), p.beta_dtype),
+    }
+    if p.has_A_log:
+        tensors["A_log"] = Item("A_log", (p.HV,), torch.float32)
+    if p.has_dt_bias:
+        tensors["dt_bias"] = Item("dt_bias", (p.HV, p.K), torch.float32)
+    if p.has_initial_state:
+        tensors["initial_state"] = Item("initial_state", p.state_shape, p.state_dtype)
+    return tensors
+
+
+def outputs(p: Problem, chunks: int) -> tuple[Item, ...]:
+    """The tensors returned; chunks is the count of chunk-entry states where those are asked for."""
+    results = [Item("o", (p.B, p.T, p.HV, p.V), p.dtype)]
+    if p.output_final_state:
+        results.append(Item("final_state", p.state_shape, p.state_dtype))
+    if p.return_intermediate_states:
+        results.append(Item("h", (chunks, p.HV, *p.state_shape[-2:]), p.dtype))
+    return tuple(results)
+
+
+def chunk_count(p: Problem, chunk: int) -> int:
+    """Chunks of the call; for a ragged batch the bound that the host knows."""
+    return p.T // chunk + p.N if p.varlen else p.B * -(-p.T // chunk)
+
+
+def stages(p: Problem, backend: str) -> list[Stage]:
+    """The forward of `backend`, in the order it runs."""
+    return {"torch": torch_stages, "portable": portable_stages, "hopper": hopper_stages}[backend](p)
+
+
+def torch_stages(p: Problem) -> list[Stage]:
+    """openkda/torch_backend.py: segments of whole chunks, so the intermediates below hold one segment at a time."""
+    from openkda.torch_backend import CHUNK, CPU_SEGMENT_ROWS, GPU_SEGMENT_ROWS
+
+    rows = CPU_SEGMENT_ROWS if p.device_type == "cpu" else GPU_SEGMENT_ROWS
+    step = min(-(-p.T // CHUNK) * CHUNK, max(1, rows // max(1, p.B * p.HV * p.chunk_size)) * p.chunk_size)
+    dtype = torch.float64 if p.dtype == torch.float64 else torch.float32
+    given = inputs(p)
+    segment = lambda name, width: Item(name, (p.B, step, p.HV, width), dtype)
+    prepared = (segment("q", p.K), segment("k", p.K), segment("v", p.V), segment("g", p.K), segment("beta", 1))
+    scores = (segment("Aqk", CHUNK), segment("L", CHUNK))
+    solved = (segment("Linv", CHUNK), segment("decayed q", p.K), segment("decayed k", p.K), segment("kg", p.K))
+    state = (given["initial_state"],) if p.has_initial_state else ()
+    first = tuple(given[name] for name in given if name != "initial_state")
+    return [
+        Stage("prepare", f"norms, gate, beta in {str(dtype)[6:]}", f"segments of {step} tokens, in turn", first, prepared),
+        Stage("scores", "G, then Aqk and L from blocks of 16", "chunk, head", prepared[:4], scores),
+        Stage("inverse", "Linv by substitution, decayed q and k", "chunk, head", (*prepared, *scores), solved),
+        Stage(
+            "state pass", "r, S and o, chunk after chunk", "head", (*solved, prepared[2], *state), outputs(p, chunk_count(p, p.chunk_size))
+        ),
+    ]
+
+
+def portable_stages(p: Problem) -> list[Stage]:
+    """openkda/portable/forward.py."""
+    from openkda.portable.config import configure
+
+    config = configure(p)
+    given, NC = inputs(p), chunk_count(p, config.chunk)
+    of = lambda name, width, dtype=p.dtype: Item(name, (p.B, p.T, p.HV, width), dtype)
+    G, gate = of("G", p.K, torch.float32), tuple(given[name] for name in ("g", "A_log", "dt_bias") if name in given)
+    Aqk, w, u, kg, qg = of("Aqk", config.chunk), of("w", p.K), of("u", p.V), of("kg", p.K), of("qg", p.K)
+    state = (given["initial_state"],) if p.has_initial_state else ()
+    steps = [
+        Stage("gate_cumsum", "gate, summed within chunks", f"{NC} chunks x {p.HV} heads x {-(-p.K // config.gate_block_k)}", gate, (G,)),
+        Stage(
+            "prepare", "scores, inverse, WY form", f"{NC} chunks x {p.HV} heads",
+            (given["q"], given["k"], given["v"], G, given["beta"]), (Aqk, w, u, kg, qg),
+        ),
+    ]  # fmt: skip
+    scan = f"{p.N} sequences x {p.HV} heads x {-(-p.V // config.scan_block_v)}"
+    if config.fuse_output:
+        return [*steps, Stage("scan_output", "r, S and o, chunk after chunk", scan, (w, kg, u, G, qg, Aqk, *state), outputs(p, NC))]
+    h, r = Item("h", (NC, p.HV, p.K, p.V), p.dtype), of("r", p.V)
+    o, *rest = outputs(p, NC)
+    output = f"{NC} chunks x {p.HV} heads x {-(-p.V // config.output_block_v)}"
+    return [
+        *steps,
+        Stage("state_scan", "r and S, chunk after chunk", scan, (w, kg, u, G, *state), (h, r, *(x for x in rest if x.name != "h"))),
+        Stage("output", "o from S, q and r", output, (qg, Aqk, r, h), (o,)),
+    ]
+
+
+def hopper_stages(p: Problem) -> list[Stage]:
+    """openkda/hopper: one kernel keeps every intermediate in shared memory and registers."""
+    given = inputs(p)
+    work = "gate, scores, inverse, r, S and o, 32 tokens a step"
+    return [Stage("forward", work, "segment, head, rows of V", tuple(given.values()), outputs(p, chunk_count(p, p.chunk_size)))]
+
+
+def mapping(p: Problem, backend: str) -> Mapping:
+    """The map of programs to tokens, heads and value columns."""
+    if backend == "torch":
+        return Mapping(32, "product", p.V, "one batched product over chunks and heads", "one batched product over heads")
+    if backend == "portable":
+        from openkda.portable.config import configure
+
+        config = configure(p)
+        form = "product" if config.form == "matrix" else "levels"
+        return Mapping(
+            config.chunk, form, min(p.V, config.scan_block_v), f"prepare: one program per cell, {config.intra_warps} warps",
+            f"scan: one program per row, {config.scan_warps} warps, {config.scan_stages} stages",
+        )  # fmt: skip
+    rows = hopper_rows(p)
+    return Mapping(32, "product", rows, "prepared by the block that owns the row below", "one block per row, 32 tokens a step")
+
+
+def hopper_rows(p: Problem) -> int:
+    """Value columns per block of the Hopper forward."""
+    from openkda.hopper.config import configure
+
+    return configure(p).tiles.R
+
+
+def launch(p: Problem, backend: str) -> list[tuple[str, str]]:
+    """The launch configuration as (field, value); empty for the torch backend, which launches nothing of its own."""
+    if backend == "torch":
+        return []
+    from importlib import import_module
+
+    return flatten(import_module(f"openkda.{backend}.config").configure(p))
+
+
+def flatten(config: object) -> list[tuple[str, str]]:
+    """Fields of a frozen dataclass, those of nested ones after their parent's name."""
+    rows = []
+    for f in fields(config):
+        value = getattr(config, f.name)
+        if hasattr(value, "__dataclass_fields__"):
+            rows += [(f"{f.name}.{name}", text) for name, text in flatten(value)]
+        else:
+            rows.append((f.name, str(value)))
+    return rows
