@@ -1,0 +1,374 @@
+"""The KDA layer against a plain rewrite of its equations, and its cache, masks and packing against one-shot runs."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from openkda import layer as layer_module
+from openkda.layer import KDACache, KimiDeltaAttention, Packing, gated_rms_norm, short_conv
+
+HIDDEN = 24
+TIGHT = {"rtol": 1e-9, "atol": 1e-11}
+KINDS = {
+    "softplus": {},
+    "bounded": {"lower_bound": -5.0},
+    "grouped": {"num_v_heads": 4, "head_v_dim": 12, "conv_bias": True, "output_gate_bias": True},
+    "negative_eigenvalues": {"allow_neg_eigval": True, "lower_bound": -2.0, "conv_size": 3},
+}
+
+
+def make_layer(kind: str = "softplus", dtype: torch.dtype = torch.float64) -> KimiDeltaAttention:
+    """A small layer; in fp64 by default, so that equivalences hold to 1e-9 instead of to rounding."""
+    torch.manual_seed(0)
+    layer = KimiDeltaAttention(HIDDEN, 2, 8, **KINDS[kind]).to(dtype)
+    with torch.no_grad():
+        layer.o_norm.weight.uniform_(0.5, 1.5)
+        for p in (layer.f_a_proj.weight, layer.f_b_proj.weight, layer.b_proj.weight):
+            p.mul_(4)  # gates and write strengths that differ from token to token
+    return layer
+
+
+def rewrite(layer: KimiDeltaAttention, x: torch.Tensor, p: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The layer for x [B, T, hidden] with parameters p, straight from the paper's equations, token by token."""
+    B, T, _ = x.shape
+    H, HV, K, V, W = layer.num_heads, layer.num_v_heads, layer.head_dim, layer.head_v_dim, layer.conv_size
+
+    def convolved(name):
+        y = x @ p[f"{name}_proj.weight"].T
+        taps = p[f"{name}_conv1d.weight"][:, 0]  # [channels, W]
+        rows = []
+        for t in range(T):
+            row = sum(y[:, t - j] * taps[:, W - 1 - j] for j in range(W) if t - j >= 0)
+            rows.append(row + p.get(f"{name}_conv1d.bias", 0))
+        y = torch.stack(rows, 1)
+        return y / (1 + torch.exp(-y))
+
+    q, k = (convolved(n).view(B, T, H, K) for n in "qk")
+    v = convolved("v").view(B, T, HV, V)
+    q, k = (y / (y.pow(2).sum(-1, keepdim=True) + 1e-6).sqrt() for y in (q, k))
+    q, k = (y.repeat_interleave(HV // H, 2) for y in (q, k))
+    gate = (x @ p["f_a_proj.weight"].T @ p["f_b_proj.weight"].T + p["dt_bias"]).view(B, T, HV, K)
+    a = p["A_log"].exp()[:, None]
+    g = -a * torch.log1p(gate.exp()) if layer.lower_bound is None else layer.lower_bound / (1 + torch.exp(-a * gate))
+    beta = (2 if layer.allow_neg_eigval else 1) / (1 + torch.exp(-(x @ p["b_proj.weight"].T)))
+    S = x.new_zeros(B, HV, K, V)
+    outs = []
+    for t in range(T):
+        S = torch.diag_embed(g[:, t].exp()) @ S
+        kt = k[:, t, :, :, None]  # [B, HV, K, 1]
+        S = S + beta[:, t, :, None, None] * kt @ (v[:, t, :, None] - kt.mT @ S)
+        outs.append((S.mT @ q[:, t, :, :, None])[..., 0] / math.sqrt(K))
+    o = torch.stack(outs, 1)  # [B, T, HV, V]
+    o = o / (o.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * p["o_norm.weight"]
+    z = x @ p["g_a_proj.weight"].T @ p["g_b_proj.weight"].T + p.get("g_b_proj.bias", 0)
+    o = o / (1 + torch.exp(-z.view(B, T, HV, V)))
+    return o.flatten(-2) @ p["o_proj.weight"].T
+
+
+@pytest.fixture(autouse=True)
+def double_by_default():
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_equals_the_papers_equations(kind):
+    layer = make_layer(kind)
+    x = torch.randn(2, 37, HIDDEN, requires_grad=True)
+    upstream = torch.randn(2, 37, HIDDEN)
+    parameters = dict(layer.named_parameters())
+    inputs = {"x": x, **parameters}
+    y, expected = layer(x), rewrite(layer, x, parameters)
+    torch.testing.assert_close(y, expected, **TIGHT)
+    grads = (torch.autograd.grad(out, list(inputs.values()), upstream) for out in (y, expected))
+    for name, a, b in zip(inputs, *grads):
+        torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-9, msg=lambda text, name=name: f"gradient of {name}: {text}")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_single_precision_stays_close(kind):
+    layer, x = make_layer(kind), torch.randn(2, 37, HIDDEN)
+    exact = layer(x)
+    error = (layer.float()(x.float()) - exact).norm() / exact.norm()
+    assert error < 1e-5, f"relative error {error:.2e} is beyond the rounding of a chunk of fp32 products"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("pieces", [[1] * 23, [2, 1, 20], [1, 17, 5], [20, 3]])
+def test_cache_carries_any_split(kind, pieces):
+    layer = make_layer(kind)
+    x = torch.randn(2, 23, HIDDEN)
+    with torch.no_grad():
+        whole_cache, cache = KDACache(), KDACache()
+        whole = layer(x, cache=whole_cache)
+        parts = torch.cat([layer(piece, cache=cache) for piece in x.split(pieces, 1)], 1)
+        torch.testing.assert_close(parts, whole, **TIGHT)
+        torch.testing.assert_close(layer(x), whole, rtol=0, atol=0)
+    torch.testing.assert_close(cache.recurrent_state, whole_cache.recurrent_state, **TIGHT)
+    torch.testing.assert_close(cache.conv_state, whole_cache.conv_state, **TIGHT)
+
+
+@pytest.mark.parametrize("kind", ["softplus", "grouped"])
+def test_masks_of_any_shape_equal_the_sequences_alone(kind):
+    layer = make_layer(kind)
+    mask = torch.ones(5, 21, dtype=torch.long)
+    mask[0, :9] = 0  # left padding
+    mask[1, 14:] = 0  # right padding
+    mask[2, [3, 4, 11]] = 0  # holes
+    mask[3] = 0  # nothing
+    x = torch.randn(5, 21, HIDDEN).masked_fill(mask[..., None] == 0, float("nan"))
+    follow = torch.randn(5, 4, HIDDEN)
+    cache = KDACache()
+    with torch.no_grad():
+        y = layer(x, attention_mask=mask, cache=cache)
+        wide = torch.cat([mask, torch.ones(5, 4, dtype=torch.long)], 1)
+        z = layer(follow, attention_mask=wide, cache=cache)
+        assert torch.equal(layer(x, attention_mask=Packing.of(mask)), y)
+        for n in range(5):
+            alone = KDACache()
+            valid = mask[n].bool()
+            expected = layer(x[n : n + 1, valid], cache=alone)
+            torch.testing.assert_close(y[n : n + 1, valid], expected, **TIGHT)
+            assert torch.all(y[n, ~valid] == 0)
+            torch.testing.assert_close(z[n : n + 1], layer(follow[n : n + 1], cache=alone), **TIGHT)
+
+
+def test_masked_token_leaves_the_state_untouched():
+    layer, cache = make_layer(), KDACache()
+    with torch.no_grad():
+        layer(torch.randn(3, 5, HIDDEN), cache=cache)
+        conv, state = cache.conv_state.clone(), cache.recurrent_state.clone()
+        layer(torch.randn(3, 1, HIDDEN), attention_mask=torch.tensor([[1], [0], [1]]), cache=cache)
+    assert torch.equal(cache.conv_state[1], conv[1]) and torch.equal(cache.recurrent_state[1], state[1])
+    assert not torch.equal(cache.recurrent_state[0], state[0])
+
+
+@pytest.mark.parametrize("lengths", [[5, 0, 1, 2, 19], [0], [1, 1, 1], [33, 3]])
+def test_packed_sequences_equal_each_alone(lengths):
+    layer = make_layer("bounded")
+    bounds = torch.tensor([0, *lengths]).cumsum(0).int()
+    tail = 3  # tokens that belong to no sequence
+    x = torch.randn(1, sum(lengths) + tail, HIDDEN, requires_grad=True)
+    y = layer(x, cu_seqlens=bounds)
+    upstream = torch.randn_like(y)
+    upstream[:, sum(lengths) :] = 0
+    (dx,) = torch.autograd.grad(y, x, upstream)
+    for start, end in zip(bounds[:-1].tolist(), bounds[1:].tolist()):
+        piece = x[:, start:end].detach().requires_grad_()
+        alone = layer(piece)
+        torch.testing.assert_close(y[:, start:end], alone, **TIGHT)
+        (expected,) = torch.autograd.grad(alone, piece, upstream[:, start:end])
+        torch.testing.assert_close(dx[:, start:end], expected, **TIGHT)
+    assert torch.all(dx[:, sum(lengths) :] == 0)
+
+
+def test_packed_sequences_carry_their_own_states():
+    layer = make_layer()
+    first, second = [4, 0, 2], [1, 7, 2]
+    bounds = lambda lengths: torch.tensor([0, *lengths]).cumsum(0).int()
+    a, b = torch.randn(1, 6, HIDDEN), torch.randn(1, 10, HIDDEN)
+    cache = KDACache()
+    with torch.no_grad():
+        layer(a, cu_seqlens=bounds(first), cache=cache)
+        y = layer(b, cu_seqlens=bounds(second), cache=cache).split(second, 1)
+        for n, (p, q) in enumerate(zip(a.split(first, 1), b.split(second, 1))):
+            torch.testing.assert_close(y[n], layer(torch.cat([p, q], 1))[:, first[n] :], **TIGHT)
+
+
+def test_later_tokens_never_reach_earlier_ones():
+    layer = make_layer("bounded")
+    x = torch.randn(1, 40, HIDDEN)
+    changed = x.clone()
+    changed[:, 23:] = torch.randn(1, 17, HIDDEN) * 3
+    assert torch.equal(layer(x)[:, :23], layer(changed)[:, :23])
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 3, 4, 6])
+def test_rollback_equals_never_having_run(tokens):
+    layer = make_layer()
+    calls = torch.randn(2, 17, HIDDEN).split([10, 3, 1, 3], 1)
+    kept = torch.cat(calls, 1)[:, : 17 - tokens]
+    cache, expected = KDACache(rollback_window=6), KDACache()
+    with torch.no_grad():
+        for call in calls:
+            layer(call, cache=cache)
+        layer.rollback(cache, tokens)
+        layer(kept, cache=expected)
+        torch.testing.assert_close(cache.recurrent_state, expected.recurrent_state, **TIGHT)
+        torch.testing.assert_close(cache.conv_state, expected.conv_state, **TIGHT)
+        draft = torch.randn(2, 5, HIDDEN)  # and the window still works afterwards
+        layer(draft, cache=cache)
+        layer.rollback(cache, 4)
+        layer(draft[:, :1], cache=expected)
+    torch.testing.assert_close(cache.recurrent_state, expected.recurrent_state, **TIGHT)
+
+
+def test_rollback_of_the_first_call_gives_a_fresh_state():
+    layer, cache = make_layer(), KDACache(rollback_window=8)
+    with torch.no_grad():
+        layer(torch.randn(1, 4, HIDDEN), cache=cache)
+        layer.rollback(cache, 4)
+        x = torch.randn(1, 6, HIDDEN)
+        torch.testing.assert_close(layer(x, cache=cache), layer(x), **TIGHT)
+
+
+def test_rollback_refuses_what_it_does_not_remember():
+    layer, cache = make_layer(), KDACache(rollback_window=4)
+    with torch.no_grad():
+        layer(torch.randn(1, 9, HIDDEN), cache=cache)
+        for _ in range(5):
+            layer(torch.randn(1, 1, HIDDEN), cache=cache)
+    with pytest.raises(ValueError, match=r"tokens=5 must be in \[0, 4\].*rollback_window=4"):
+        layer.rollback(cache, 5)
+    with pytest.raises(ValueError, match="tokens=-1"):
+        layer.rollback(cache, -1)
+    cache.reorder(torch.tensor([0]))
+    with pytest.raises(ValueError, match=r"in \[0, 0\]"):
+        layer.rollback(cache, 1)
+
+
+def test_reorder_selects_sequences():
+    layer, cache = make_layer(), KDACache()
+    cache.reorder(torch.tensor([0]))  # nothing there yet
+    x, y = torch.randn(3, 4, HIDDEN), torch.randn(2, 2, HIDDEN)
+    with torch.no_grad():
+        layer(x, cache=cache)
+        cache.reorder(torch.tensor([2, 0]))
+        expected = layer(torch.cat([x[[2, 0]], y], 1))[:, 4:]
+        torch.testing.assert_close(layer(y, cache=cache), expected, **TIGHT)
+
+
+def naive_conv(x, weight, bias, state):
+    """short_conv of one sequence by the definition: x [T, D], weight [D, W], state [D, W-1]."""
+    stream = torch.cat([state.T, x])
+    W = weight.shape[1]
+    rows = [F.silu((stream[t : t + W] * weight.T).sum(0) + bias) for t in range(x.shape[0])]
+    return torch.stack(rows) if rows else x, stream[x.shape[0] :].T
+
+
+@pytest.mark.parametrize(("T", "W"), [(1, 4), (2, 4), (1, 3), (3, 4), (7, 4), (5, 1), (0, 4)])
+@pytest.mark.parametrize("packed", [False, True])
+def test_short_conv_and_its_state_have_right_gradients(T, W, packed):
+    torch.manual_seed(0)
+    lengths = [T, 0, 2, T] if packed else [T]
+    N, D, rows = len(lengths), 3, sum(lengths)
+    x = torch.randn(rows, D, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(D, 1, W, dtype=torch.float64, requires_grad=True)
+    bias = torch.randn(D, dtype=torch.float64, requires_grad=True)
+    state = torch.randn(N, D, W - 1, dtype=torch.float64, requires_grad=True)
+    bounds = torch.tensor([0, *lengths]).cumsum(0) if packed else None
+    y, new = short_conv(x[None], weight, bias, state=state, cu_seqlens=bounds)
+    parts = [naive_conv(piece, weight[:, 0], bias, s) for piece, s in zip(x.split(lengths), state)]
+    expected, expected_new = torch.cat([p[0] for p in parts])[None], torch.stack([p[1] for p in parts])
+    torch.testing.assert_close(y, expected)
+    torch.testing.assert_close(new, expected_new)
+    dy, dnew = torch.randn_like(y), torch.randn_like(new)
+    pick = lambda y, new: torch.autograd.grad(
+        (y * dy).sum() + (new * dnew).sum(), (x, weight, bias, state), allow_unused=True, materialize_grads=True
+    )
+    for a, b in zip(pick(y, new), pick(expected, expected_new)):
+        torch.testing.assert_close(a, b)
+
+
+def test_short_conv_of_a_fused_projection_has_the_gradients_of_its_copies():
+    """The views of one fused projection are strided; a convolution backward that assumes otherwise gives wrong gradients."""
+    torch.manual_seed(0)
+    from openkda import chunk_kda
+
+    fused = torch.randn(2, 19, 3 * 16 + 5, requires_grad=True)
+    weights = [torch.randn(16, 1, 4) for _ in range(3)]
+    gate, beta, upstream = torch.randn(2, 19, 2, 8), torch.randn(2, 19, 2), torch.randn(2, 19, 2, 8)
+
+    def run(views):
+        q, k, v = (short_conv(x, w)[0].unflatten(-1, (2, 8)) for x, w in zip(views, weights))
+        o, _ = chunk_kda(q, k, v, -gate.exp(), beta, use_qk_l2norm_in_kernel=True, use_beta_sigmoid_in_kernel=True)
+        return torch.autograd.grad(o, fused, upstream)[0]
+
+    views = fused.split([16, 16, 16, 5], -1)[:3]
+    torch.testing.assert_close(run(views), run([x.clone(memory_format=torch.contiguous_format) for x in views]), rtol=1e-6, atol=1e-7)
+
+
+def test_an_installed_causal_conv1d_gets_the_windowed_stream(monkeypatch):
+    """The package needs CUDA, so a stand-in with its contract (left padding of zeros, [B, D, L], weight [D, W]) takes its place."""
+    calls = []
+
+    class Package:
+        @staticmethod
+        def causal_conv1d_fn(x, weight, bias, activation):
+            calls.append(tuple(x.shape))
+            assert activation == "silu" and weight.dim() == 2
+            return F.silu(F.conv1d(F.pad(x, (weight.shape[1] - 1, 0)), weight[:, None], bias, groups=x.shape[1]))
+
+    x, weight, state = torch.randn(2, 6, 5), torch.randn(5, 1, 4), torch.randn(2, 5, 3)
+    expected = short_conv(x, weight, state=state)[0]
+    monkeypatch.setitem(__import__("sys").modules, "causal_conv1d", Package)
+    monkeypatch.setattr(layer_module, "uses_causal_conv1d", lambda stream, taps: True)
+    torch.testing.assert_close(short_conv(x, weight, state=state)[0], expected)
+    assert calls == [(2, 5, 9)]
+
+
+def test_gated_rms_norm():
+    x, gate, weight = torch.randn(4, 6).double(), torch.randn(4, 6).double(), torch.rand(6).double()
+    expected = x / (x.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * weight * gate.sigmoid()
+    torch.testing.assert_close(gated_rms_norm(x.float(), gate.float(), weight.float(), 1e-5).double(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_published_initialisation():
+    torch.manual_seed(0)
+    softplus, bounded = KimiDeltaAttention(8, 64, 16), KimiDeltaAttention(8, 64, 16, lower_bound=-5.0)
+    assert softplus.A_log.exp().min() >= 1 and softplus.A_log.exp().max() <= 16 and softplus.A_log.exp().std() > 3
+    assert torch.all(bounded.A_log == 0)
+    dt = F.softplus(bounded.dt_bias)
+    assert dt.min() >= 0.99e-3 and dt.max() <= 1.01e-1
+    assert abs(dt.log().mean() - math.log(1e-2)) < 0.1  # log-uniform
+    assert softplus.A_log.dtype == softplus.dt_bias.dtype == torch.float32
+
+
+def test_sixteen_bit_weights_and_autocast():
+    layer = make_layer("bounded", torch.float32)
+    x = torch.randn(1, 50, HIDDEN, dtype=torch.float32)
+    exact = rewrite(layer, x, dict(layer.named_parameters())).detach()
+    with torch.autocast("cpu", torch.bfloat16):
+        mixed = layer(x)
+    assert mixed.dtype == torch.bfloat16
+    low = make_layer("bounded", torch.bfloat16)
+    assert torch.isfinite(low(x.bfloat16())).all()
+    error = (mixed.float() - exact).norm() / exact.norm()
+    assert error < 0.03, f"relative error {error:.4f} is beyond a few bf16 roundings (2^-9 each)"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_v_heads": 3}, "num_v_heads=3 must be a multiple of num_heads=2"),
+        ({"lower_bound": -6.0}, r"lower_bound=-6.0 must be None or in \[-5, 0\)"),
+        ({"lower_bound": 0.0}, "lower_bound=0.0"),
+        ({"conv_size": 0}, "conv_size must be at least 1, got 0"),
+    ],
+)
+def test_impossible_sizes_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        KimiDeltaAttention(16, 2, 8, **options)
+
+
+def test_impossible_calls_are_refused():
+    layer, x, bounds = make_layer(), torch.randn(2, 5, HIDDEN), torch.tensor([0, 5])
+    with pytest.raises(ValueError, match="exclude each other"):
+        layer(x, attention_mask=torch.ones(2, 5), cu_seqlens=bounds)
+    with pytest.raises(ValueError, match=r"attention_mask must be \[B=2, at least T=5\], got \[2, 4\]"):
+        layer(x, attention_mask=torch.ones(2, 4))
+    with pytest.raises(ValueError, match="B=1 with cu_seqlens, got B=2"):
+        layer(x, cu_seqlens=bounds)
+
+
+def test_kernel_inputs_are_what_the_layer_runs_on():
+    from openkda import chunk_kda
+
+    layer, x = make_layer("grouped"), torch.randn(1, 20, HIDDEN)
+    o, _ = chunk_kda(**layer.kernel_inputs(x))
+    y = layer.g_b_proj(layer.g_a_proj(x)).unflatten(-1, (4, 12))
+    torch.testing.assert_close(layer.o_proj(layer.o_norm(o, y).flatten(-2)), layer(x))
+    assert "gate=softplus" in repr(layer) and "HV=4" in repr(layer)
