@@ -1,0 +1,95 @@
+"""The Hopper forward: kernels and launcher. Grid (segments, HV, V / R); a block owns one segment of one sequence, one value head and R
+rows of V, and walks its tokens in steps of 32:
+
+    default partition   scan_warps warps    the recurrence and the output (scan.py)
+    preps x 4 warps                         activation, norms, decay, scores, inverse (prep.py); each requests its own tiles
+
+Equations, names: docs/math.md. Algorithm, schedule, budgets and measurements: docs/hopper_prefill.md."""
+
+from __future__ import annotations
+
+from openkda.hopper.compat import gdc_launch_dependents, gdc_wait, gl, gluon
+from openkda.hopper.prep import prep_role
+from openkda.hopper.scan import Output, States, forward_scan, summary_scan
+from openkda.hopper.segments import locate
+from openkda.hopper.tiles import Source, make_ring, plain_shared, shared_layout
+
+
+@gluon.jit
+def scan_role(ring, out, states, summary_ptr, work, segment, HV, T: gl.constexpr):
+    if T.outputs:
+        forward_scan(ring, out, states, work, segment, HV, T)
+    else:
+        summary_scan(ring, states, summary_ptr, work, segment, HV, T)
+
+
+@gluon.jit
+def run_roles(scan, ring, src, work, columns, T: gl.constexpr):
+    """The scan, with arguments `scan`, in the default partition beside T.preps preparation partitions"""
+    regs: gl.constexpr = T.prep_regs
+    if T.preps == 1:
+        gl.warp_specialize([(scan_role, scan), (prep_role, (ring, src, work, columns.index(0), 0, T))], [4], [regs])
+    elif T.preps == 2:
+        gl.warp_specialize(
+            [
+                (scan_role, scan),
+                (prep_role, (ring, src, work, columns.index(0), 0, T)),
+                (prep_role, (ring, src, work, columns.index(1), 1, T)),
+            ],
+            [4, 4],
+            [regs, regs],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (scan_role, scan),
+                (prep_role, (ring, src, work, columns.index(0), 0, T)),
+                (prep_role, (ring, src, work, columns.index(1), 1, T)),
+                (prep_role, (ring, src, work, columns.index(2), 2, T)),
+            ],
+            [4, 4, 4],
+            [regs, regs, regs],
+        )
+
+
+@gluon.jit(do_not_specialize=["HV", "group", "NS"], do_not_specialize_on_alignment=["beta_ptr"])
+def forward_kernel(
+    q_desc, k_desc, v_desc, g_desc, o_desc, o_ptr, beta_ptr, A_log_ptr, dt_bias_ptr, initial_ptr, final_ptr, entry_ptr, warm_ptr, segments_ptr,
+    HV, group, NS, lower_bound, scale, T: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    """o and final_state of the work that T.split assigns to this launch"""
+    R: gl.constexpr = T.R
+    preps: gl.constexpr = T.preps
+    if T.pdl:
+        gdc_launch_dependents()
+        gdc_wait()
+    segment = gl.program_id(0)
+    head = gl.program_id(1)
+    work = locate(segments_ptr, warm_ptr, segment, head, group, gl.program_id(2) * R, NS, T)
+    src = Source(q_desc, k_desc, v_desc, g_desc, beta_ptr, A_log_ptr, dt_bias_ptr, HV, lower_bound, scale)
+    ring = make_ring(src, T)
+    columns = gl.allocate_shared_memory(gl.float32, [preps, 4, 16], plain_shared())
+    out = Output(o_desc, o_ptr, gl.allocate_shared_memory(o_desc.dtype, [2, 16, R], shared_layout(16)))
+    states = States(initial_ptr, final_ptr, entry_ptr)
+    run_roles((ring, out, states, None, work, segment, HV, T), ring, src, work, columns, T)
+
+
+@gluon.jit(do_not_specialize=["HV", "group", "NS"], do_not_specialize_on_alignment=["beta_ptr"])
+def summary_kernel(
+    k_desc, v_desc, g_desc, beta_ptr, A_log_ptr, dt_bias_ptr, initial_ptr, summary_ptr, warm_ptr, segments_ptr, HV, group, NS, lower_bound,
+    T: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    """(M, b) of the segments whose successor needs its entry state"""
+    R: gl.constexpr = T.R
+    preps: gl.constexpr = T.preps
+    if T.pdl:
+        gdc_launch_dependents()
+        gdc_wait()
+    segment = gl.program_id(0)
+    head = gl.program_id(1)
+    work = locate(segments_ptr, warm_ptr, segment, head, group, 0, NS, T)
+    src = Source(k_desc, k_desc, v_desc, g_desc, beta_ptr, A_log_ptr, dt_bias_ptr, HV, lower_bound, 1.0)
+    ring = make_ring(src, T)
+    columns = gl.allocate_shared_memory(gl.float32, [preps, 4, 16], plain_shared())
+    states = States(initial_ptr, None, None)
+    run_roles((ring, None, states, summary_ptr, work, segment, HV, T), ring, src, work, columns, T)
