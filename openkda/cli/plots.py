@@ -87,14 +87,14 @@ def draw_state(run: Run, curves: Axes, field: Axes) -> None:
     h = run.h[: len(starts)]  # a ragged batch's table may have unused rows
     norms = h.flatten(2).norm(dim=-1)  # [NT, HV]
     for head, colour in heads(run.problem.HV):
-        curves.plot(starts, norms[:, head], color=colour, label=f"head {head}", lw=1.4, marker=".", ms=4)
+        curves.plot(starts, norms[:, head].numpy(), color=colour, label=f"head {head}", lw=1.4, marker=".", ms=4)
     mark_sequences(run, curves)
     curves.set(xlabel="token", ylabel="norm of the state", ylim=(0, None), xlim=(0, max(run.bounds[-1], 1)))
     curves.set_title(f"State at the entry of every chunk of {CHUNK} tokens, {run.backend} backend, {run.name}", fontsize=10)
     legend(curves, run.problem.HV)
     rows = h.norm(dim=-1).flatten(1).T  # [HV * K, NT]
     K, HV = run.problem.K, run.problem.HV
-    image = field.pcolormesh([*starts, run.bounds[-1]], range(HV * K + 1), rows, cmap="magma", rasterized=True)
+    image = field.pcolormesh([*starts, run.bounds[-1]], range(HV * K + 1), rows.numpy(), cmap="magma", rasterized=True)
     field.invert_yaxis()
     for head in range(1, HV):
         field.axhline(head * K, color="white", lw=0.6)
@@ -111,7 +111,7 @@ def draw_error(run: Run, curves: Axes, field: Axes) -> None:
     series = ((run.twin, f"chunk form in torch at {rounded}", "0.65"), (run.o, f"{run.backend} backend", "tab:blue"))
     for o, label, colour in series:
         error = (o - run.exact).flatten(1).norm(dim=-1) / size
-        curves.plot(error.clamp(min=1e-9), ".", ms=2.5, color=colour, label=label)
+        curves.plot(error.clamp(min=1e-9).numpy(), ".", ms=2.5, color=colour, label=label)
     mark_sequences(run, curves)
     curves.set(yscale="log", xlabel="token", ylabel="relative error of o", xlim=(0, max(run.bounds[-1], 1)))
     curves.set_title(f"Error by token against the fp64 recurrence, {run.name}", fontsize=10)
@@ -120,7 +120,7 @@ def draw_error(run: Run, curves: Axes, field: Axes) -> None:
     high = max(by_head.max().item(), 1e-8)
     norm = LogNorm(max(by_head.min().item(), high / 1e3), high * 1.01, clip=True)
     extent = (0, by_head.shape[0], by_head.shape[1] - 0.5, -0.5)
-    image = field.imshow(by_head.T, aspect="auto", interpolation="nearest", norm=norm, cmap="inferno", extent=extent)
+    image = field.imshow(by_head.T.numpy(), aspect="auto", interpolation="nearest", norm=norm, cmap="inferno", extent=extent)
     field.set(xlabel="token", ylabel="value head")
     whole_ticks(field, run.problem.HV)
     field.figure.colorbar(image, ax=field, label="relative error of o", pad=0.01)
