@@ -242,11 +242,12 @@ def test_fused_recurrent_kda(backend, gate, lengths, state_v_first, device):
         assert_matches(name, got, want)
 
 
-def test_config_is_pure_and_bounded(backend):
+def test_config_keeps_the_state_tile_in_registers(backend):
     for K in (1, 16, 100, 128, 256):
         for V in (1, 64, 256):
-            for state_bytes in (2, 4):
-                for v_first in (True, False):
-                    c = config(K, V, state_bytes, v_first, 64)
-                    assert c == config(K, V, state_bytes, v_first, 64)
-                    assert c.block_v * max(K, 1) <= 64 * 32 * c.num_warps * 2
+            for heads in (1, 32, 512, 2048, 8192):
+                for state_bytes in (2, 4):
+                    for v_first in (True, False):
+                        c = config(K, V, state_bytes, v_first, heads, (9, 0))
+                        assert c.block_v * K <= 64 * 32 * c.num_warps  # state values per lane
+                        assert c.pdl and not config(K, V, state_bytes, v_first, heads, (8, 0)).pdl

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -80,16 +81,31 @@ class Config:
 
     block_v: int  # values per program
     num_warps: int
+    pdl: bool  # programmatic dependent launch: this kernel's blocks are placed while the previous kernel drains
 
 
-def config(K: int, V: int, state_bytes: int, v_first: bool, sequences_times_heads: int) -> Config:
-    """Block of V and warps for one problem. One warp holds at most 64 state values per lane."""
-    block_k = triton.next_power_of_2(K)
-    rows = max(1, 2048 // block_k)
-    if not v_first:
-        rows = max(rows, 128 // state_bytes)  # the memory's contiguous axis is V: whole 128-byte lines
-    block_v = min(triton.next_power_of_2(V), rows)
-    return Config(block_v=block_v, num_warps=max(1, min(8, block_v * block_k // 2048)))
+    @property
+    def options(self) -> dict[str, int]:
+        """Triton's launch options."""
+        return {"num_warps": self.num_warps, **({"launch_pdl": True} if self.pdl else {})}
+
+
+@lru_cache(maxsize=1024)
+def config(K: int, V: int, state_bytes: int, v_first: bool, heads: int, capability: tuple[int, int] | None) -> Config:
+    """Block of V and warps for `heads` = sequences x value heads. Measured on an H200 at K = V = 128 (docs/decode.md).
+
+    V-first: a row of the state is contiguous in K, one warp reads it whole, and a one-warp program never waits at a barrier: 8 or 16 rows.
+    K-first: V is contiguous, so a block takes whole memory lines of it, and more warps once there are enough programs."""
+    if v_first:
+        warps, elements = 1, 1024 if heads < (512 if state_bytes == 2 else 4096) else 2048
+    elif heads < 128:
+        warps, elements = 1, 2048
+    elif heads < 2048:
+        warps, elements = 2, 4096
+    else:
+        warps, elements = 4, 8192
+    block_v = max(1, min(triton.next_power_of_2(V), elements // triton.next_power_of_2(K)))
+    return Config(block_v=block_v, num_warps=warps, pdl=capability is not None and capability >= (9, 0))
 
 
 @triton.jit
@@ -307,13 +323,13 @@ def recurrent(problem: Problem, inputs: Inputs) -> tuple[torch.Tensor, torch.Ten
     strides = tuple(s for t in tokens for s in (t.stride(0), t.stride(1)))
     A_log = None if inputs.A_log is None else inputs.A_log.contiguous()
     dt_bias = None if inputs.dt_bias is None else inputs.dt_bias.contiguous()
-    cfg = config(K, V, 4, problem.state_v_first, N * HV)
+    cfg = config(K, V, 4, problem.state_v_first, N * HV, problem.capability)
     grid = (triton.cdiv(V, cfg.block_v) * HV * N,)
     recurrent_kernel[grid](
         tokens, strides, (A_log, dt_bias), initial, final, Slots(None, None, None, None, inputs.cu_seqlens),
         SlotSizes(HV * K * V, HV * K * V, 0, 0, 0, 0), T, B * T, N, N, problem.scale, problem.lower_bound or 0.0,
         H, HV, K, V, triton.next_power_of_2(K), cfg.block_v, problem.state_v_first, problem.gate, problem.qk_l2norm, problem.beta_sigmoid,
-        problem.neg_eigval, 0, 1, 1, 0, T == 1 and not problem.varlen, False, num_warps=cfg.num_warps,
+        problem.neg_eigval, 0, 1, 1, 0, T == 1 and not problem.varlen, cfg.pdl, **cfg.options,
     )  # fmt: skip
     return o, final
 
@@ -321,12 +337,12 @@ def recurrent(problem: Problem, inputs: Inputs) -> tuple[torch.Tensor, torch.Ten
 def decode_launch(problem: PoolProblem, device: torch.device) -> Callable[..., None]:
     """The launch behind kda_decode, to be called with (q, k, v, gate, beta, out, A_log, dt_bias, pool, index, accepted, cu_seqlens)."""
     H, HV, K, V, W = problem.H, problem.HV, problem.K, problem.V, problem.W
-    cfg = config(K, V, problem.state_dtype.itemsize, problem.state_v_first, problem.N * HV)
+    cfg = config(K, V, problem.state_dtype.itemsize, problem.state_v_first, problem.N * HV, problem.capability)
     sizes = SlotSizes(problem.slot_stride, problem.slot_stride, *problem.index_strides, *problem.index_strides)
     constants = (
         problem.token_strides, problem.S or 0, problem.R, problem.slots, problem.slots, problem.scale, problem.lower_bound or 0.0,
         H, HV, K, V, triton.next_power_of_2(K), cfg.block_v, problem.state_v_first, problem.gate, problem.qk_l2norm, True,
-        problem.neg_eigval, problem.pad_slot + 1, W, W, problem.step_column, problem.S == 1, False,
+        problem.neg_eigval, problem.pad_slot + 1, W, W, problem.step_column, problem.S == 1, cfg.pdl,
     )  # fmt: skip
 
     def build(t: Sequence) -> tuple:
@@ -336,7 +352,7 @@ def decode_launch(problem: PoolProblem, device: torch.device) -> Callable[..., N
         return Tokens(q, k, v, gate, beta, out), constants[0], (A_log, dt_bias), pool, sink, slots, sizes, *constants[1:]
 
     grid = (triton.cdiv(V, cfg.block_v) * HV * problem.N,)
-    launch = PreparedLaunch(recurrent_kernel, grid, build, device, num_warps=cfg.num_warps)
+    launch = PreparedLaunch(recurrent_kernel, grid, build, device, **cfg.options)
     idle = problem.N == 0 or problem.slots == 0
     if problem.S is not None and not idle:
         return launch
