@@ -17,8 +17,8 @@ import math
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property, partial
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -26,6 +26,7 @@ from openkda import backends
 from openkda.ops import chunk_kda
 from openkda.peers import Args, Call, Peer
 from openkda.problem import Problem
+from openkda.reference import activate_gate
 from openkda.testing import Case, gate_logits, relative_error
 from openkda.timing import eager_ms, graph_ms, host_us
 
@@ -80,33 +81,50 @@ class Shape:
         return sum(self.lengths)
 
 
-def make_inputs(shape: Shape, regime: str, gate: str, device: torch.device, seed: int = 0) -> Case:
-    """Raw bf16 inputs of a cell, made on the device; fp32 V-first initial states; l2norm, gate and sigmoid left to the call."""
+def make_cases(shape: Shape, gates: Sequence[tuple[str, str]], device: torch.device, seed: int = 0) -> list[Case]:
+    """Raw bf16 inputs on the device for each (gate form, regime), all but the gate shared; fp32 V-first initial states; L2 norm, gate and
+    sigmoid left to the call."""
     gen = torch.Generator(device).manual_seed(seed)
     randn = lambda *size, dtype=torch.bfloat16: torch.randn(*size, generator=gen, device=device, dtype=dtype)
     T, H, HV, D, N = shape.tokens, shape.H, shape.HV, shape.D, len(shape.lengths)
-    args: Args = dict(q=randn(1, T, H, D), k=randn(1, T, H, D), v=randn(1, T, HV, D), beta=randn(1, T, HV))
-    args["initial_state"] = 0.1 * randn(N, HV, D, D, dtype=torch.float32)
-    logits, args["A_log"], args["dt_bias"] = gate_logits(regime, T, HV, D, bounded=gate == "bounded", generator=gen)
-    args["g"] = logits.to(torch.bfloat16).unsqueeze(0)
-    if gate == "bounded":
-        args["lower_bound"] = LOWER_BOUND
+    shared: Args = dict(q=randn(1, T, H, D), k=randn(1, T, H, D), v=randn(1, T, HV, D), beta=randn(1, T, HV))
+    shared["initial_state"] = 0.1 * randn(N, HV, D, D, dtype=torch.float32)
     if N > 1:
-        args["cu_seqlens"] = torch.tensor([0, *torch.tensor(shape.lengths).cumsum(0).tolist()], device=device)
+        shared["cu_seqlens"] = torch.tensor([0, *torch.tensor(shape.lengths).cumsum(0).tolist()], device=device)
     for flag in ("use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel", "output_final_state", "state_v_first"):
-        args[flag] = True
-    return Case(args, regime, shape.lengths if N > 1 else None)
+        shared[flag] = True
+    cases = []
+    for gate, regime in gates:
+        gen.manual_seed(seed + 1)  # a gate does not depend on which others are made
+        logits, A_log, dt_bias = gate_logits(regime, T, HV, D, bounded=gate == "bounded", generator=gen)
+        args = shared | dict(g=logits.to(torch.bfloat16).unsqueeze(0), A_log=A_log, dt_bias=dt_bias)
+        if gate == "bounded":
+            args["lower_bound"] = LOWER_BOUND
+        cases.append(Case(args, regime, shape.lengths if N > 1 else None))
+    return cases
 
 
-def first_heads(case: Case, heads: int) -> Case:
-    """The same call on its first `heads` q/k heads alone; the heads are independent, so this is what they must give."""
-    args = dict(case.args)
-    values = heads * (args["v"].shape[2] // args["q"].shape[2])
-    for name, count in (("q", heads), ("k", heads), ("v", values), ("g", values), ("beta", values)):
-        args[name] = args[name][:, :, :count]
-    args["initial_state"] = args["initial_state"][:, :values]
-    args["A_log"], args["dt_bias"] = args["A_log"][:values], args["dt_bias"][:values]
-    return Case(args, case.regime, case.lengths)
+@torch.inference_mode()
+def oracles(cases: Sequence[Case], heads: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """What the token recurrence gives in fp64 for the first `heads` q/k heads of each case: o [1, T, *, V] and the final states.
+
+    Heads are independent, so one pass over the tokens serves all cases, their heads side by side. The cases share one shape."""
+    values = heads * (cases[0].args["v"].shape[2] // cases[0].args["q"].shape[2])
+    wide: dict[str, list[torch.Tensor]] = {name: [] for name in ("q", "k", "v", "g", "beta", "initial_state")}
+    for case in cases:
+        x = {n: case.args[n][:, :, :values].double() for n in ("v", "g", "beta")}
+        x |= {n: case.args[n][:, :, :heads].double() for n in ("q", "k")}
+        x["g"] = activate_gate(x["g"], case.args["A_log"][:values], case.args["dt_bias"][:values], case.args.get("lower_bound"))
+        x["beta"] = torch.sigmoid(x["beta"])
+        x["initial_state"] = case.args["initial_state"][:, :values].double()
+        for name, tensor in x.items():
+            wide[name].append(tensor)
+    args = {name: torch.cat(tensors, 1 if name == "initial_state" else 2) for name, tensors in wide.items()}
+    args |= {
+        n: cases[0].args[n] for n in ("cu_seqlens", "use_qk_l2norm_in_kernel", "output_final_state", "state_v_first") if n in cases[0].args
+    }
+    o, S = Case(args, "any").oracle
+    return list(zip(o.split(values, 2), S.split(values, 1)))
 
 
 def floor_bytes(p: Problem) -> int:
@@ -181,31 +199,24 @@ class Row:
         return None if self.best_ms is None else self.best_ms / self.floor_ms
 
 
-@dataclass
+@dataclass(frozen=True)
 class Cell:
     """Inputs of one cell and what every implementation of it is compared with."""
 
     shape: Shape
-    regime: str
     gate: str
+    regime: str
     device: torch.device
     bandwidth: float  # bytes per second
-    case: Case = field(init=False)
+    case: Case
+    oracle: (
+        tuple[torch.Tensor, torch.Tensor] | None
+    )  # fp64 o and final states of the first heads; None for a call too long for a token loop
 
-    def __post_init__(self):
-        self.case = make_inputs(self.shape, self.regime, self.gate, self.device)
-
-    @cached_property
+    @property
     def problem(self) -> Problem:
+        """The call as backends see it."""
         return self.case.described()[0]
-
-    @cached_property
-    def oracle(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """o and final states of the first heads in fp64, None for a call too long for a token loop."""
-        if self.shape.tokens > ORACLE_TOKENS:
-            return None
-        with torch.inference_mode():
-            return first_heads(self.case, min(ORACLE_HEADS, self.shape.H)).oracle
 
     def rotated(self) -> list[Args]:
         """As many copies of the inputs as exceed twice the L2 together, at least two."""
@@ -283,19 +294,26 @@ def host_split(cell: Cell, backend: str) -> dict[str, float]:
     )
 
 
+def cells_of(shape: Shape, regimes: Sequence[str], gates: Sequence[str], device: torch.device, bandwidth: float) -> list[Cell]:
+    """The cells of one shape, gate form by gate form."""
+    wanted = [(gate, regime) for gate in gates for regime in regimes]
+    cases = make_cases(shape, wanted, device)
+    known = oracles(cases, min(ORACLE_HEADS, shape.H)) if shape.tokens <= ORACLE_TOKENS else [None] * len(cases)
+    return [Cell(shape, gate, regime, device, bandwidth, case, oracle) for (gate, regime), case, oracle in zip(wanted, cases, known)]
+
+
 def run(
     shapes: Sequence[Shape], regimes: Sequence[str], gates: Sequence[str], impls: Sequence[Implementation], device: torch.device,
     bandwidth: float, *, split_host: bool = False, out_of_time: Callable[[], bool] = lambda: False,
 ) -> Iterator[Row]:  # fmt: skip
     """Rows of every cell, shape by shape. Stops before the next cell once out_of_time() is true."""
     for shape in shapes:
-        for gate in gates:
-            for regime in regimes:
-                if out_of_time():
-                    return
-                cell = Cell(shape, regime, gate, device, bandwidth)
-                for impl in impls:
-                    yield measure(cell, impl, split_host=split_host)
-                del cell
-                if device.type == "cuda":
-                    torch.cuda.empty_cache()
+        if out_of_time():
+            return
+        for cell in cells_of(shape, regimes, gates, device, bandwidth):
+            if out_of_time():
+                return
+            for impl in impls:
+                yield measure(cell, impl, split_host=split_host)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()

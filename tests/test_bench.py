@@ -16,14 +16,14 @@ from openkda import benchmarking, chunk_kda, peers
 from openkda.benchmarking import (
     CPU_SHAPES,
     GPU_SHAPES,
-    Cell,
     Implementation,
     Row,
     Shape,
-    first_heads,
+    cells_of,
     floor_bytes,
-    make_inputs,
+    make_cases,
     measure,
+    oracles,
     our,
 )
 from openkda.cli import bench_run
@@ -42,7 +42,7 @@ def command(*arguments):
 
 
 def toy_cell(name=TOY, regime="random", gate="bounded"):
-    return Cell(Shape.parse(name), regime, gate, CPU, 1e9)
+    return cells_of(Shape.parse(name), [regime], [gate], CPU, 1e9)[0]
 
 
 @pytest.mark.parametrize(
@@ -71,26 +71,31 @@ def test_every_named_shape_parses():
 
 
 @pytest.mark.parametrize("name", [TOY, "3x20_H2_HV4_D16"])
-@pytest.mark.parametrize("gate", benchmarking.GATES)
-def test_inputs(name, gate):
+def test_inputs(name):
     shape = Shape.parse(name)
-    case, again = (make_inputs(shape, "init", gate, CPU) for _ in range(2))
-    problem, _ = case.described()
-    assert (problem.gate, problem.varlen, problem.N) == (gate, len(shape.lengths) > 1, len(shape.lengths))
-    assert problem.dtype == problem.gate_dtype == problem.beta_dtype == torch.bfloat16
-    assert problem.qk_l2norm and problem.beta_sigmoid and problem.state_v_first and problem.output_final_state
-    assert all(torch.equal(x, again.args[n]) for n, x in case.args.items() if isinstance(x, torch.Tensor))
+    wanted = [("bounded", "init"), ("softplus", "random")]
+    cases, again = make_cases(shape, wanted, CPU), make_cases(shape, wanted[::-1], CPU)[::-1]
+    for case, same, (gate, _) in zip(cases, again, wanted):
+        problem, _ = case.described()
+        assert (problem.gate, problem.varlen, problem.N) == (gate, len(shape.lengths) > 1, len(shape.lengths))
+        assert problem.dtype == problem.gate_dtype == problem.beta_dtype == torch.bfloat16
+        assert problem.qk_l2norm and problem.beta_sigmoid and problem.state_v_first and problem.output_final_state
+        assert all(torch.equal(x, same.args[n]) for n, x in case.args.items() if isinstance(x, torch.Tensor))
+    assert cases[0].args["q"] is cases[1].args["q"] and not torch.equal(cases[0].args["g"], cases[1].args["g"])
 
 
-def test_first_heads_are_those_of_the_whole_call():
-    case = make_inputs(Shape.parse("2x20_H3_HV6_D8"), "mixed", "bounded", CPU)
-    o, S = case.oracle
-    part_o, part_S = first_heads(case, 2).oracle
-    assert torch.equal(part_o, o[:, :, :4]) and torch.equal(part_S, S[:, :4])
+@pytest.mark.parametrize("name", ["2x20_H3_HV6_D8", "T30_H2_D8"])
+def test_oracles_are_the_first_heads_of_the_whole_calls(name):
+    cases = make_cases(Shape.parse(name), [("bounded", "mixed"), ("softplus", "init"), ("bounded", "random")], CPU)
+    for case, (o, S) in zip(cases, oracles(cases, 2)):
+        whole_o, whole_S = case.oracle
+        heads = 2 * whole_o.shape[2] // case.args["q"].shape[2]
+        torch.testing.assert_close(o, whole_o[:, :, :heads], rtol=1e-12, atol=1e-14)
+        torch.testing.assert_close(S, whole_S[:, :heads], rtol=1e-12, atol=1e-14)
 
 
 def test_floor_bytes():
-    problem, _ = make_inputs(Shape.parse(TOY), "random", "bounded", CPU).described()
+    problem = toy_cell().problem
     T, H, D = 48, 2, 16
     assert floor_bytes(problem) == 2 * T * H * (5 * D + 1) + 2 * 4 * H * D * D + 4 * H * (1 + D)
     big = problem.replace(T=8192, H=96, HV=96, K=128, V=128)
@@ -333,6 +338,6 @@ def test_peers_option(monkeypatch):
 def test_clocks_on_a_gpu():
     device = torch.device("cuda", torch.cuda.current_device())
     bandwidth = copy_bandwidth(device, size=2**28)
-    row = measure(Cell(Shape.parse("T512_H2"), "init", "bounded", device, bandwidth), our("portable"), split_host=True)
+    row = measure(cells_of(Shape.parse("T512_H2"), ["init"], ["bounded"], device, bandwidth)[0], our("portable"), split_host=True)
     assert row.error is None and row.bit_equal and row.err_o < 0.01
     assert row.graph_ms > 0 and row.cold_ms > 0 and row.host_us > 0 and set(row.host_split_us) == {"checks", "choice", "launches"}

@@ -25,7 +25,8 @@ def draw(rows: list[Row], report: dict[str, object], path: Path) -> None:
     several_gates = len({gate for _, gate, _ in series}) > 1
     others = cycle(PEERS)
     colours = {one: OURS[one[0]][one[1] == "softplus"] if one[2] else next(others) for one in series}
-    figure = Figure(figsize=(max(7.0, 1.45 * len(shapes) + 1.5), 1.3 + 3.0 * max(1, len(regimes))), layout="constrained")
+    width = max(7.0, 1.45 * len(shapes) + 1.5)  # inches
+    figure = Figure(figsize=(width, 1.3 + 3.0 * max(1, len(regimes))), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(max(1, len(regimes)), 1, squeeze=False, sharex=True)[:, 0]
     for axis, regime in zip(axes, regimes):
@@ -33,7 +34,7 @@ def draw(rows: list[Row], report: dict[str, object], path: Path) -> None:
         axis.set_title(f"gate regime: {regime}", loc="left", fontsize=10)
     handles = [Patch(color=colours[one], label=f"{one[0]}, {one[1]} gate" if several_gates else one[0]) for one in series]
     handles.append(Line2D([], [], color="black", linewidth=1.5, label="memory floor"))
-    figure.legend(handles=handles, loc="outside lower center", ncols=min(4, len(handles)), fontsize=9, frameon=False)
+    figure.legend(handles=handles, loc="outside lower center", ncols=min(int(width / 2.3), len(handles)), fontsize=9, frameon=False)
     figure.suptitle(f"KDA forward, {report['device']}, {report['date'][:10]}", fontsize=11)
     figure.savefig(path, dpi=130, format="png")
 
