@@ -16,7 +16,8 @@ from typer.testing import CliRunner
 from openkda.cli import check as check_module
 from openkda.cli import explain as explain_module
 from openkda.cli.app import app
-from openkda.cli.pipeline import chunk_count, mapping, stages
+from openkda.cli.draw import draw_mapping
+from openkda.cli.pipeline import chunk_count, launch, mapping, stages
 from openkda.cli.recording import FLAGS, NUMBERS, OPTIONAL, REQUIRED, read, write
 from openkda.testing import make_case
 
@@ -266,18 +267,34 @@ def test_explain_refuses_in_one_sentence(tmp_path):
     assert "cannot serve this call" in refused("explain", "--device", "cpu", "--backend", "portable", "--dtype", "fp64")
 
 
-@pytest.mark.parametrize("options", [{}, dict(states=True), dict(initial_state=True, v_first=True), dict(lengths=(5, 70), gate="none")])
-@pytest.mark.parametrize("backend", ["torch", "portable"])
-def test_stages_hand_on_what_they_write(backend, options):
-    p = explain_module.describe_call(device=explain_module.Device("cuda", (8, 0)), T=75, H=2, HV=4, K=24, V=40, **options)
+STAGED = {
+    ("torch", "plain"): dict(K=24, V=40),
+    ("torch", "states, V first"): dict(K=24, V=40, states=True, initial_state=True, v_first=True),
+    ("portable", "plain"): dict(K=24, V=40),
+    ("portable", "states"): dict(K=24, V=40, states=True),
+    ("portable", "ragged"): dict(lengths=(5, 70), gate="none"),
+    ("hopper", "many heads"): dict(H=64, initial_state=True),
+    ("hopper", "segments"): dict(T=65536),
+    ("hopper", "ragged segments"): dict(lengths=(5, 40000)),
+}
+
+
+@pytest.mark.parametrize(("backend", "name"), STAGED)
+def test_stages_hand_on_what_they_write(tmp_path, backend, name):
+    device = explain_module.Device("cuda", (9, 0))
+    p = explain_module.describe_call(**{**dict(device=device, T=75, H=2, HV=None), **STAGED[backend, name]})
     steps = stages(p, backend)
     known = {"q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state"}
     for step in steps:
-        assert {item.name for item in step.reads} <= known
+        assert {item.name for item in step.reads} <= known, step
         known |= {item.name for item in step.writes}
     assert "o" in known and ("h" in {item.name for item in steps[-1].writes}) == p.return_intermediate_states
+    assert ("segments" in name) == (backend == "hopper" and len(steps) > 1)
     m = mapping(p, backend)
-    assert m.chunk in (32, 64) and 1 <= m.columns <= p.V and chunk_count(p, m.chunk) >= -(-75 // m.chunk)
+    assert 1 <= m.columns <= p.V and chunk_count(p, m.chunk) >= -(-p.T // m.chunk)
+    assert bool(launch(p, backend)) == (backend != "torch")
+    draw_mapping(p, backend, device, STAGED[backend, name].get("lengths"), tmp_path / "map.png")
+    assert (tmp_path / "map.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_info_shows_versions_and_backends():

@@ -52,9 +52,9 @@ def draw_chunks(axes: Axes, p: Problem, m: Mapping, lengths: tuple[int, ...] | N
             axes.annotate(f"sequence {n}", (first, -0.08), fontsize=8)
     axes.set(xlim=(0, last), ylim=(heads, -0.3), xlabel="token (rows of the flattened batch)", ylabel="value head")
     axes.set_yticks([head + 0.5 for head in range(heads)], [str(head) for head in range(heads)])
-    partial = [f"{n} of {all_} {what}" for n, all_, what in ((len(shown), len(cells), "chunks"), (heads, p.HV, "heads")) if n < all_]
+    partial = [f"{n} of {all_} {what}" for n, all_, what in ((len(shown), len(cells), "steps"), (heads, p.HV, "heads")) if n < all_]
     rest = "; shown: " + " and ".join(partial) if partial else ""
-    axes.set_title(f"Chunks of {m.chunk} tokens: {len(cells)} x {p.HV} heads; {m.chunk_programs}{rest}", fontsize=9, loc="left")
+    axes.set_title(f"Steps of {m.chunk} tokens: {len(cells)} x {p.HV} heads; {m.chunk_programs}{rest}", fontsize=9, loc="left")
     handles = [
         Patch(facecolor=CELL, edgecolor="0.3", label=f"{m.chunk} tokens"),
         Patch(facecolor=TAIL, edgecolor="0.3", label="shorter tail"),
@@ -78,7 +78,7 @@ def draw_scan(axes: Axes, p: Problem, m: Mapping, lengths: tuple[int, ...] | Non
         if per_sequence.get(n, 0) > count:
             axes.annotate("...", (count + 0.15, y + 0.58), fontsize=9)
     widest = min(max(per_sequence.values(), default=1), 6)
-    axes.set(xlim=(0, widest + 0.6), ylim=(max(len(shown), 1), 0), xlabel="chunk of the sequence, in turn")
+    axes.set(xlim=(0, widest + 0.6), ylim=(max(len(shown), 1), 0), xlabel="step of the sequence, in turn")
     axes.set_xticks([c + 0.47 for c in range(widest)], [str(c) for c in range(widest)])
     columns = [f"{b * m.columns}..{min(p.V, (b + 1) * m.columns) - 1}" for _, _, b in shown]
     labels = [f"seq {n}, head {head}, V {c}" for (n, head, _), c in zip(shown, columns)]
@@ -89,7 +89,7 @@ def draw_scan(axes: Axes, p: Problem, m: Mapping, lengths: tuple[int, ...] | Non
 
 def draw_scores(axes: Axes, m: Mapping) -> None:
     """One chunk's scores: which pairs of rows meet in which product."""
-    C = m.chunk
+    C = m.scores
     for s in (s for s in LEVELS if s < C):
         inside = s < BLOCK
         if inside and m.form == "product":
@@ -118,4 +118,4 @@ def draw_scores(axes: Axes, m: Mapping) -> None:
     axes.set(xlim=(0, C), ylim=(C, 0), aspect="equal", xlabel="key token i of the chunk", ylabel="query token r")
     axes.set_xticks(range(0, C + 1, BLOCK))
     axes.set_yticks(range(0, C + 1, BLOCK))
-    axes.set_title("Pairs (r, i), i <= r, of Aqk and L in one chunk", fontsize=9, loc="left")
+    axes.set_title(f"Pairs (r, i), i <= r, of Aqk and L in {C} tokens", fontsize=9, loc="left")

@@ -11,7 +11,8 @@ import torch
 
 from openkda.problem import Problem
 
-SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
+SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64", torch.int32: "int32"}
+HOPPER_WORK = "gate, scores, inverse, r, S and o, 32 tokens a step"
 BLOCK = 16  # rows of a diagonal sub-block, in every backend
 
 
@@ -46,7 +47,8 @@ class Stage:
 class Mapping:
     """How programs map to the call, for the picture."""
 
-    chunk: int  # tokens per chunk
+    chunk: int  # tokens per step of the state pass
+    scores: int  # rows of the score blocks: the chunk of the algebra
     form: str  # pairs inside a diagonal block of 16: "levels", or "product" about one anchor
     columns: int  # value columns of the state per program of the serial pass
     chunk_programs: str
@@ -146,43 +148,68 @@ def portable_stages(p: Problem) -> list[Stage]:
 
 
 def hopper_stages(p: Problem) -> list[Stage]:
-    """openkda/hopper: one kernel keeps every intermediate in shared memory and registers."""
-    given = inputs(p)
-    work = "gate, scores, inverse, r, S and o, 32 tokens a step"
-    return [Stage("forward", work, "segment, head, rows of V", tuple(given.values()), outputs(p, chunk_count(p, p.chunk_size)))]
+    """openkda/hopper/launch.py: one kernel keeps every intermediate of a chunk in shared memory and registers. Where few heads meet long
+    sequences, these are cut into segments, whose entry states come first."""
+    from openkda.hopper.config import STEP, choose
+
+    config, given = choose(p), inputs(p)
+    state = (given["initial_state"],) if p.has_initial_state else ()
+    gate = tuple(given[name] for name in ("g", "A_log", "dt_bias") if name in given)
+    blocks = -(-p.V // config.forward.R)
+    if not config.steps:
+        over = f"{p.N} sequences x {p.HV} heads x {blocks}"
+        return [Stage("forward", HOPPER_WORK, over, tuple(given.values()), outputs(p, 0))]
+    tokens = STEP * config.steps
+    NS = p.N + p.T // tokens if p.varlen else p.B * -(-p.T // tokens)
+    over = f"{NS} segments x {p.HV} heads"
+    warm = Item("warm", (p.HV, NS), torch.int32)
+    entry = Item("entry", (NS, p.HV, p.V, p.K), torch.float32)
+    steps = [Stage("decide", "how far back a segment may start from 0", over, gate, (warm,))]
+    if config.summary is not None:
+        summary = Item("summary", (NS, p.HV, 2, p.V, p.K), torch.float32)
+        read = (given["k"], given["v"], *gate, given["beta"], *state, warm)
+        combine = f"{p.N} sequences x {p.HV} heads x {p.V // 16}"
+        steps += [
+            Stage("summary", "(M, b) of segments whose successor needs its entry", over, read, (summary,)),
+            Stage("combine", "entry states, segment after segment", combine, (summary, warm), (entry,)),
+        ]
+    read = (*given.values(), warm, *((entry,) if config.summary is not None else ()))
+    return [*steps, Stage("forward", HOPPER_WORK, f"{over} x {blocks}", read, outputs(p, 0))]
 
 
 def mapping(p: Problem, backend: str) -> Mapping:
     """The map of programs to tokens, heads and value columns."""
     if backend == "torch":
-        return Mapping(32, "product", p.V, "one batched product over chunks and heads", "one batched product over heads")
+        return Mapping(32, 32, "product", p.V, "one batched product over chunks and heads", "one batched product over heads")
     if backend == "portable":
         from openkda.portable.config import configure
 
         config = configure(p)
         form = "product" if config.form == "matrix" else "levels"
         return Mapping(
-            config.chunk, form, min(p.V, config.scan_block_v), f"prepare: one program per cell, {config.intra_warps} warps",
+            config.chunk, config.chunk, form, min(p.V, config.scan_block_v), f"prepare: one program per cell, {config.intra_warps} warps",
             f"scan: one program per row, {config.scan_warps} warps, {config.scan_stages} stages",
         )  # fmt: skip
-    rows = hopper_rows(p)
-    return Mapping(32, "product", rows, "prepared by the block that owns the row below", "one block per row, 32 tokens a step")
+    from openkda.hopper.config import BLOCK as scores
+    from openkda.hopper.config import STEP, choose
 
-
-def hopper_rows(p: Problem) -> int:
-    """Value columns per block of the Hopper forward."""
-    from openkda.hopper.config import configure
-
-    return configure(p).tiles.R
+    config = choose(p)
+    form = "levels" if config.forward.level == "always" else "product"
+    split = f", {config.steps} steps a segment" if config.steps else ""
+    prepared = f"prepared in shared memory by {config.forward.preps} partitions of 4 warps"
+    return Mapping(STEP, scores, form, config.forward.R, prepared, f"one block per row, {config.forward.scan_warps} warps{split}")
 
 
 def launch(p: Problem, backend: str) -> list[tuple[str, str]]:
     """The launch configuration as (field, value); empty for the torch backend, which launches nothing of its own."""
     if backend == "torch":
         return []
-    from importlib import import_module
+    if backend == "hopper":
+        from openkda.hopper.config import choose as configure
+    else:
+        from openkda.portable.config import configure
 
-    return flatten(import_module(f"openkda.{backend}.config").configure(p))
+    return flatten(configure(p))
 
 
 def flatten(config: object) -> list[tuple[str, str]]:

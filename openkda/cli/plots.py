@@ -50,7 +50,7 @@ def draw(
         A_log = None if A_log is None else A_log.reshape(problem.HV)
         dt_bias = None if dt_bias is None else dt_bias.reshape(problem.HV, problem.K)
         g = activate_gate(g, A_log, dt_bias, problem.lower_bound)
-    states = chunk_kda(**call, backend=backend, return_intermediate_states=True, chunk_size=CHUNK)[2]
+    states = chunk_kda(**call, return_intermediate_states=True, chunk_size=CHUNK)[2]  # not every backend writes them: the best that does
     states = states.mT if problem.state_v_first else states
     bounds = call["cu_seqlens"].tolist() if problem.varlen else [0, problem.T]
     run = Run(recorded.path.name, problem, backend, g.cpu(), bounds, states[0].float().cpu(), first(o), first(exact), first(twin))
@@ -90,7 +90,7 @@ def draw_state(run: Run, curves: Axes, field: Axes) -> None:
         curves.plot(starts, norms[:, head].numpy(), color=colour, label=f"head {head}", lw=1.4, marker=".", ms=4)
     mark_sequences(run, curves)
     curves.set(xlabel="token", ylabel="norm of the state", ylim=(0, None), xlim=(0, max(run.bounds[-1], 1)))
-    curves.set_title(f"State at the entry of every chunk of {CHUNK} tokens, {run.backend} backend, {run.name}", fontsize=10)
+    curves.set_title(f"State at the entry of every chunk of {CHUNK} tokens, {run.name}", fontsize=10)
     legend(curves, run.problem.HV)
     rows = h.norm(dim=-1).flatten(1).T  # [HV * K, NT]
     K, HV = run.problem.K, run.problem.HV
