@@ -197,4 +197,5 @@ def traffic(p: Problem, chosen: str) -> str:
     if chosen == "torch":
         return f"Inputs and outputs: {floor / 2**20:,.2f} MiB. The shapes between hold one segment, not the whole call."
     moved = sum(item.bytes for step in steps for item in (*step.reads, *step.writes))
-    return f"Moved in all, at most: {moved / 2**20:,.2f} MiB, {moved / max(floor, 1):.2f} times the inputs and outputs ({floor / 2**20:,.2f} MiB)."
+    least = f"{moved / max(floor, 1):.2f} times the inputs and outputs ({floor / 2**20:,.2f} MiB)"
+    return f"Moved in all, at most: {moved / 2**20:,.2f} MiB, {least}."

@@ -1,4 +1,4 @@
-"""Every Triton and Gluon name that has moved between releases, imported in one place. `why_not` names the releases they are verified with."""
+"""Every Triton and Gluon name that has moved between releases, imported in one place; `why_not` names the releases verified."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """From a `Problem` to the launch of the Hopper forward: pure functions and frozen dataclasses, no device needed.
 
-`Tiles` is what a kernel is compiled for; `Config` is what one call launches. The thresholds come from the table in docs/hopper_prefill.md."""
+`Tiles` is what a kernel is compiled for; `Config` is what one call launches. The thresholds come from docs/hopper_prefill.md."""
 
 from __future__ import annotations
 

@@ -54,8 +54,8 @@ def run_roles(scan, ring, src, work, columns, T: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["HV", "group", "NS"], do_not_specialize_on_alignment=["beta_ptr"])
 def forward_kernel(
-    q_desc, k_desc, v_desc, g_desc, o_desc, o_ptr, beta_ptr, A_log_ptr, dt_bias_ptr, initial_ptr, final_ptr, entry_ptr, warm_ptr, segments_ptr,
-    HV, group, NS, lower_bound, scale, T: gl.constexpr, num_warps: gl.constexpr,
+    q_desc, k_desc, v_desc, g_desc, o_desc, o_ptr, beta_ptr, A_log_ptr, dt_bias_ptr, initial_ptr, final_ptr, entry_ptr, warm_ptr,
+    segments_ptr, HV, group, NS, lower_bound, scale, T: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """o and final_state of the work that T.split assigns to this launch"""
     R: gl.constexpr = T.R
@@ -80,7 +80,6 @@ def summary_kernel(
     T: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """(M, b) of the segments whose successor needs its entry state"""
-    R: gl.constexpr = T.R
     preps: gl.constexpr = T.preps
     if T.pdl:
         gdc_launch_dependents()

@@ -5,8 +5,8 @@ A sequence is cut into segments of nearly equal numbers of 32-token steps, by le
     sequence (-1: unused row), first row, end row, sequence's first row, sequence's end row, sequence's first segment, its segment count, 0
 
 Warm-up: `warm [HV, NS] int32` holds, per head and segment, after how many steps before its first row the state may start from 0, or -1.
-For normalised keys and beta in [0, 2] one token maps the state by (I - beta k k^T) Diag(exp(g)), whose norm is at most the largest channel's
-decay (channels mix through k k^T, so their own sums prove nothing). The product over tokens of that largest decay bounds what is dropped:
+For normalised keys and beta in [0, 2] one token maps the state by (I - beta k k^T) Diag(exp(g)), whose norm is at most the largest
+channel's decay (channels mix through k k^T, so their own sums prove nothing). The product over tokens of that largest decay bounds what is dropped:
 at most 2^-DROP_BITS of the norm of the state that is dropped, where fp32 keeps 2^-25 of the norm of what is stored.
 A row of `warm` depends on earlier tokens only.
 
@@ -28,7 +28,7 @@ COLUMNS = tl.constexpr(8)  # of the segment table
 
 @triton.jit(do_not_specialize=["N", "T", "target", "NS"])
 def table_kernel(cu_ptr, segments_ptr, whole_ptr, N, T, target, NS, BN: tl.constexpr, BS: tl.constexpr):
-    """Segment tables of a ragged batch: `segments` [NS, 8] with at most `target` steps a segment, `whole` [N, 8] with one segment a sequence.
+    """Segment tables of a ragged batch: `segments` [NS, 8] with at most `target` steps a segment, `whole` [N, 8] one segment a sequence.
 
     cu_ptr [N + 1] int32 or int64. Grid (ceil(max(NS, N) / BS),): a program writes BS rows of both."""
     s = tl.program_id(0) * BS + tl.arange(0, BS)

@@ -32,7 +32,9 @@ from openkda.problem import Problem
 
 
 @triton.jit
-def level_scores(Aqk, Akk, q, k, G, G_ptr, G_row, rows, live, length, cols, S: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, P: tl.constexpr):
+def level_scores(
+    Aqk, Akk, q, k, G, G_ptr, G_row, rows, live, length, cols, S: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, P: tl.constexpr
+):
     """Add the pairs of level S to Aqk, Akk [C, C] fp32 (raw sums over the columns of this tile). q, k, G: [C, BK]."""
     anchor = tl.minimum(rows // (2 * S) * (2 * S) + S - 1, length - 1)
     Ga = load_tile(G_ptr, anchor, G_row, cols, live, K, BK)
