@@ -17,9 +17,7 @@ def valid_slots(index: torch.Tensor, pad_slot: int, slots: int) -> torch.Tensor:
     return (index > pad_slot) & (index < slots)
 
 
-def read_slots(
-    problem: PoolProblem, index: torch.Tensor, accepted: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def read_slots(problem: PoolProblem, index: torch.Tensor, accepted: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(slot [N] int64 that each sequence reads, whether there is one [N] bool, state_indices as [N, W] int64)."""
     index = index.long() if index.dim() == 2 else index.long()[:, None]
     if accepted is None:
@@ -84,9 +82,7 @@ def decode(
     out.copy_(o.view(out.shape))
 
 
-def convolve(
-    x: torch.Tensor, window: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def convolve(x: torch.Tensor, window: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     """One token of the depthwise causal convolution with SiLU: x [n, C], window [n, C, W - 1] oldest first, weight [C, W], bias [C].
 
     Returns y [n, C] and the window after the token."""
@@ -95,9 +91,7 @@ def convolve(
     return F.silu(y if bias is None else y + bias), taps[..., 1:]
 
 
-def gather_states(
-    pool: torch.Tensor, index: torch.Tensor, has_initial: torch.Tensor | None, pad_slot: int
-) -> torch.Tensor:
+def gather_states(pool: torch.Tensor, index: torch.Tensor, has_initial: torch.Tensor | None, pad_slot: int) -> torch.Tensor:
     """pool [slots, HV, ., .], index [N], has_initial [N] bool or None -> [N, HV, ., .] fp32, zero where there is nothing to read."""
     ok = valid_slots(index, pad_slot, pool.shape[0])
     if has_initial is not None:

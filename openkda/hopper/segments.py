@@ -6,8 +6,8 @@ A sequence is cut into segments of nearly equal numbers of 32-token steps, by le
 
 Warm-up: `warm [HV, NS] int32` holds, per head and segment, after how many steps before its first row the state may start from 0, or -1.
 For normalised keys and beta in [0, 2] one token maps the state by (I - beta k k^T) Diag(exp(g)), whose norm is at most the largest
-channel's decay (channels mix through k k^T, so their own sums prove nothing). The product over tokens of that largest decay bounds what is dropped:
-at most 2^-DROP_BITS of the norm of the state that is dropped, where fp32 keeps 2^-25 of the norm of what is stored.
+channel's decay (channels mix through k k^T, so their own sums prove nothing). The product over tokens of that largest decay bounds what is
+dropped: at most 2^-DROP_BITS of the norm of the state that is dropped, where fp32 keeps 2^-25 of the norm of what is stored.
 A row of `warm` depends on earlier tokens only.
 
 Summaries: where a segment needs its true entry state, every segment before it gives (M, b) with exit state = entry state M + b (scan.py),

@@ -83,7 +83,6 @@ class Config:
     num_warps: int
     pdl: bool  # programmatic dependent launch: this kernel's blocks are placed while the previous kernel drains
 
-
     @property
     def options(self) -> dict[str, int]:
         """Triton's launch options."""

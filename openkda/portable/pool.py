@@ -68,9 +68,7 @@ def clear_kernel(
         tl.store(out_ptr + (first + i) * out_stride + offs, zeros, mask=offs < D)
 
 
-def gather_states(
-    pool: torch.Tensor, index: torch.Tensor, has_initial: torch.Tensor | None, pad_slot: int
-) -> torch.Tensor:
+def gather_states(pool: torch.Tensor, index: torch.Tensor, has_initial: torch.Tensor | None, pad_slot: int) -> torch.Tensor:
     """pool [slots, HV, ., .], index [N], has_initial [N] bool or None -> [N, HV, ., .] fp32."""
     N, E = index.shape[0], pool[:1].numel() if pool.shape[0] else 0
     dense = torch.empty(N, *pool.shape[1:], dtype=torch.float32, device=pool.device)
