@@ -1,5 +1,9 @@
 """kda_prefill and its meeting with kda_decode, the custom operators, refusals."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from serving_case import TOKENS, assert_matches, assert_untouched, make
@@ -89,9 +93,9 @@ def test_rows_past_the_last_sequence_are_zeros(backend, device):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
 def test_checkpoints(backend, state_dtype, device):
-    case = make(lengths=[70, 3, 48], slots=5, used=[1, 2, 3], state_dtype=state_dtype, device=device)
+    case = make(lengths=[40, 3, 32], slots=5, used=[1, 2, 3], state_dtype=state_dtype, device=device)
     states = torch.full((5, *case.pool.shape[1:]), float("nan"), device=device)
-    sequence, offset = [0, 2, 0, 2, 2], [64, 16, 16, 48, 16]
+    sequence, offset = [0, 2, 0, 2, 2], [32, 16, 16, 32, 16]
     o = prefill(case, backend, [1, 2, 3], checkpoints=Checkpoints(states, sequence, offset))
     check(case, o, [1, 2, 3], [1, 2, 3], backend)
     for m, (n, p) in enumerate(zip(sequence, offset)):
@@ -101,7 +105,7 @@ def test_checkpoints(backend, state_dtype, device):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("v_first", [True, False])
-@pytest.mark.parametrize("split", [0, 1, 16, 33, 47, 48])
+@pytest.mark.parametrize("split", [0, 1, 33, 48])
 def test_prefill_then_decode_equals_one_prefill(backend, v_first, split, device):
     """K != V, so a state read in the other layout would show."""
     case = make(lengths=[48], slots=4, used=[2], K=16, V=40, v_first=v_first, device=device)
@@ -227,21 +231,29 @@ def test_opcheck(name, device):
     torch.library.opcheck(getattr(torch.ops.openkda, name).default, op_arguments(name, case))
 
 
-def test_compile_fullgraph_around_a_decode_step(device, monkeypatch):
-    monkeypatch.undo()  # the compiler cannot look into a poisoned torch.empty
-    case = make(N=2, device=device)
-    twin = make(N=2, device=device)
-    weight = torch.randn(24, 24, generator=torch.Generator().manual_seed(1)).to(device)
+COMPILED_STEP = """
+import torch
+from serving_case import make
+from openkda import kda_decode
 
-    def step(args):
-        return kda_decode(**args) @ weight
+device = "cuda" if torch.cuda.is_available() else "cpu"
+case, twin = make(N=2, device=device), make(N=2, device=device)
+weight = torch.randn(24, 24, device=device)
+step = lambda args: kda_decode(**args) @ weight
+compiled = torch.compile(step, fullgraph=True)
+index = torch.tensor([1, 2], dtype=torch.int32, device=device)
+for _ in range(3):
+    got, want = compiled(case.arguments(state_indices=index)), step(twin.arguments(state_indices=index))
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+assert torch.equal(case.pool[1:3], twin.pool[1:3])
+"""
 
-    compiled = torch.compile(step, fullgraph=True)
-    for _ in range(3):
-        got = compiled(case.arguments(state_indices=indices([1, 2], case)))
-        want = step(twin.arguments(state_indices=indices([1, 2], twin)))
-        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
-    assert torch.equal(case.pool[1:3], twin.pool[1:3])
+
+def test_compile_fullgraph_around_a_decode_step():
+    """In a process of its own: the compiler must see torch.empty as it is, not filled with NaN."""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    done = subprocess.run([sys.executable, "-c", COMPILED_STEP], env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 @pytest.mark.gpu
