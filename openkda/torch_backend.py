@@ -1,16 +1,15 @@
 """KDA's chunk algorithm in plain torch: any device, differentiable, both kinds of gate at any magnitude. The CPU's own path.
 
-Chunks of 32 tokens in two blocks of 16. With G the log decay summed from a block's entry, the decayed scores are
+Chunks of 16 tokens, the form of docs/math.md. With G the log decay summed from the chunk's entry, the decayed scores are
 
-    across the blocks    (x_r exp(G_r)) . (k_i exp(G_end - G_i))   about the first block's last row: both factors at most 1
-    within a block       (x_r exp(G_r)) . (k_i exp(-G_i))          for rows with G_r >= -SAFE_SPAN
-                         level by level                            for the other rows, where exp(-G_i) could overflow
+    (x_r exp(G_r)) . (k_i exp(-G_i))   for rows with G_r >= -SAFE_SPAN, which bounded gates never leave
+    level by level                     for the other rows, where exp(-G_i) could overflow
 
 The choice of form is made row by row from the gates up to that row, so an output never depends on a later token, not even by rounding.
 Level s = 1, 2, 4, 8: in every 2s rows the odd half meets the even half about the even half's last row a, exp(G_r - G_a) exp(G_a - G_i).
 
-The inverse acts on the difference: r = Linv beta (v - decayed_k S), so the serial pass has three products per chunk. Ragged batches run
-one sequence after the other: a sequence's result does not depend on its neighbours.
+The serial pass has two products per chunk, [qd; w] S and kg^T r; everything else is batched over chunks. Ragged batches run one sequence
+after the other: a sequence's result does not depend on its neighbours.
 """
 
 from __future__ import annotations
@@ -23,9 +22,10 @@ import torch
 from openkda.problem import Inputs, Problem
 from openkda.reference import prepare
 
-CHUNK, BLOCK = 32, 16
-SAFE_SPAN = 80.0  # 16 tokens at a lower bound of -5; split evenly by a constant shift, factors stay within exp(+-40) in fp32
-CPU_SEGMENT_ROWS = 2048  # token-heads prepared at a time on a CPU: intermediates stay in cache, and memory does not grow with T
+CHUNK = 16
+SAFE_SPAN = 80.5  # 16 tokens at a lower bound of -5, and rounding; exp(-SAFE_SPAN) is a normal fp32 number
+SHIFT = 2.0**57  # taken off exp(-G), which then stays within 2^+-59 and cannot overflow on a large key; exact, given back in the scores
+CPU_SEGMENT_ROWS = 4096  # token-heads prepared at a time on a CPU: intermediates stay in cache, and memory does not grow with T
 GPU_SEGMENT_ROWS = 1 << 18  # on a GPU the launches cost more than the memory does
 
 
@@ -95,83 +95,125 @@ def _sequences(
             *(x[:, start : start + step] for x in tensors), A_log=inputs.A_log, dt_bias=inputs.dt_bias, gate=problem.gate,
             lower_bound=problem.lower_bound, qk_l2norm=problem.qk_l2norm, beta_sigmoid=problem.beta_sigmoid, neg_eigval=problem.neg_eigval,
         )  # fmt: skip
-        o, S, h = _segment(q, k, v, g, beta, S, problem.scale)
+        o, S, h = _segment(q, k, v, g, beta, S, problem.scale, problem.return_intermediate_states)
         outs.append(o.to(problem.dtype))
-        entries += [x.to(problem.dtype) for x in h[::every]] if problem.return_intermediate_states else []
+        entries += [x.to(problem.dtype) for x in h[::every]]
     empty = tensors[0].new_zeros(B, 0, problem.HV, problem.K, problem.V)
     return torch.cat(outs, 1), S, torch.stack(entries, 1) if entries else empty
 
 
 def _segment(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, S: torch.Tensor, scale: float
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, S: torch.Tensor, scale: float, keep: bool
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-    """[B, T, HV, *] inputs, g the log decay; S [B, HV, K, V]. Returns o [B, T, HV, V], S, and the entry state of every chunk."""
+    """[B, T, HV, *] inputs, g the log decay; S [B, HV, K, V]. Returns o [B, T, HV, V], S, and with `keep` every chunk's entry state."""
     B, T, HV, _ = q.shape
-    tail = -T % CHUNK
-    q, k, v, g, beta = (_chunks(x, tail) for x in (q, k, v, g, beta[..., None]))  # [NT, B * HV, C, *]
-    blocks = CHUNK // BLOCK
-    G = g.unflatten(-2, (blocks, BLOCK)).cumsum(-2)  # [NT, heads, blocks, 16, K], from each block's entry
-    total = G[..., -1:, :]
-    row, rest = G.exp(), (total - G).exp()
-    local = lambda x, factor: x.unflatten(-2, (blocks, BLOCK)) * factor
-    qd, kd, kg = local(q, row), local(k, row), local(k, rest)
-    diagonal_q, diagonal_k = diagonal_scores(q, k, G, row, qd, kd)
-
-    decay = total.exp()  # [.., blocks, 1, K] of one block
-    before = torch.cat([torch.ones_like(decay[..., :1, :, :]), decay[..., :-1, :, :].cumprod(-3)], -3)  # from chunk entry to block entry
-    after = torch.cat([decay[..., 1:, :, :].flip(-3).cumprod(-3).flip(-3), torch.ones_like(decay[..., :1, :, :])], -3)
-    off_q, off_k = (qd[..., 1, :, :] @ kg[..., 0, :, :].mT, kd[..., 1, :, :] @ kg[..., 0, :, :].mT)  # about the first block's last row
-    whole = lambda d, off: torch.cat(
-        [torch.cat([d[..., 0, :, :], torch.zeros_like(off)], -1), torch.cat([off, d[..., 1, :, :]], -1)], -2
-    )  # [NT, heads, C, C]
-    Aqk, L = scale * whole(diagonal_q, off_q), beta * whole(diagonal_k, off_k)
+    q, k, v, g, beta = (_chunks(x) for x in (q, k, v, g, beta[..., None]))  # [NT, B * HV, C, *]
+    beta = beta.contiguous()
+    G = g.cumsum(-2)
+    row = G.exp()
+    last = row[..., -1:, :]  # [NT, heads, 1, K] decay of a whole chunk
+    unsafe = _unsafe_chunks(last)
+    bounded = row if unsafe is None else row.clamp(min=math.exp(-SAFE_SPAN))
+    ki = torch.div(torch.tensor(1 / SHIFT, dtype=row.dtype), bounded) * k  # in this order: the first factor's layout, contiguous
+    kg = ki * (last * SHIFT)
+    qk = _stack_rows(q, k, row)  # [NT, heads, 2C, K]: q exp(G), k exp(G)
+    scores = _batched(torch.bmm, qk, ki.mT)  # [NT, heads, 2C, C], less SHIFT
+    if unsafe is not None:
+        scores, kg = _any_gate(unsafe, q, k, G, scores, kg)
+    Aqk = scores[..., :CHUNK, :].tril()
+    L = scores[..., CHUNK:, :] * (beta * SHIFT)  # the solver reads the strictly lower part alone
     eye = torch.eye(CHUNK, dtype=L.dtype, device=L.device).expand_as(L)
-    Linv = torch.linalg.solve_triangular(L, eye, upper=False, unitriangular=True) * beta.mT  # the unit diagonal is implied
-    solve = torch.cat([Linv, Aqk @ Linv], -2)  # [NT, heads, 2C, C]
-    read = torch.cat([(kd * before).flatten(-3, -2), (scale * qd * before).flatten(-3, -2)], -2)  # [NT, heads, 2C, K]
-    write = (kg * after).flatten(-3, -2).mT  # [NT, heads, K, C]
-    end = decay.prod(-3).mT  # [NT, heads, K, 1]
-
-    S = S.flatten(0, 1)
-    outs, entries = [], []
-    for n in range(G.shape[0]):
-        entries.append(S.unflatten(0, (B, HV)))
-        predicted, o = (read[n] @ S).split(CHUNK, -2)
-        r, inner = (solve[n] @ (v[n] - predicted)).split(CHUNK, -2)
-        outs.append(o + inner)
-        S = torch.baddbmm(end[n] * S, write[n], r)
-    o = torch.stack(outs, 1).view(B, HV, T + tail, -1).transpose(1, 2)[:, :T]  # [B, T, HV, V]
-    return o, S.unflatten(0, (B, HV)), entries
+    Linv = torch.linalg.solve_triangular(L, eye, upper=False, unitriangular=True) * beta.mT
+    w = _batched(torch.bmm, Linv, qk[..., CHUNK:, :])
+    u = _batched(torch.bmm, Linv, v)
+    scan = _scan if torch.is_grad_enabled() else _scan_in_place
+    products, S, entries = scan(qk, w, u, kg.mT, last.mT, S.flatten(0, 1), keep)
+    read, r = products.split(CHUNK, -2)
+    o = _batched(torch.baddbmm, read, Aqk, r, beta=-scale, alpha=scale * SHIFT)
+    o = o.unflatten(1, (B, HV)).permute(1, 0, 3, 2, 4).flatten(1, 2)[:, :T]  # [B, T, HV, V]
+    return o, S.unflatten(0, (B, HV)), [x.unflatten(0, (B, HV)) for x in entries]
 
 
-def _chunks(x: torch.Tensor, tail: int) -> torch.Tensor:
+def _chunks(x: torch.Tensor) -> torch.Tensor:
     """[B, T, HV, D] -> [NT, B * HV, C, D], the last chunk filled with zeros (log decay 0, key 0: rows that change nothing)."""
-    B, _, HV, D = x.shape
-    if tail:
-        x = torch.cat([x, x.new_zeros(B, tail, HV, D)], 1)
-    return x.view(B, -1, CHUNK, HV, D).permute(1, 0, 3, 2, 4).reshape(-1, B * HV, CHUNK, D)
+    B, T, HV, D = x.shape
+    if T % CHUNK:
+        x = torch.cat([x, x.new_zeros(B, -T % CHUNK, HV, D)], 1)
+    return x.reshape(B, -1, CHUNK, HV, D).permute(1, 0, 3, 2, 4).flatten(1, 2)
 
 
-def diagonal_scores(
-    q: torch.Tensor, k: torch.Tensor, G: torch.Tensor, row: torch.Tensor, qd: torch.Tensor, kd: torch.Tensor
+def _batched(product, *tensors: torch.Tensor, **factors: float) -> torch.Tensor:
+    """torch.bmm or torch.baddbmm over the two leading dimensions."""
+    return product(*(x.flatten(0, 1) for x in tensors), **factors).unflatten(0, tensors[0].shape[:2])
+
+
+def _stack_rows(q: torch.Tensor, k: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+    """[q * row; k * row] along the rows; without autograd each product is written once, where it belongs."""
+    if torch.is_grad_enabled():
+        return torch.cat([q * row, k * row], -2)
+    out = row.new_empty(*row.shape[:2], 2 * CHUNK, row.shape[-1])
+    torch.mul(q, row, out=out[..., :CHUNK, :])
+    torch.mul(k, row, out=out[..., CHUNK:, :])
+    return out
+
+
+def _scan(
+    qk: torch.Tensor, w: torch.Tensor, u: torch.Tensor, write: torch.Tensor, end: torch.Tensor, S: torch.Tensor, keep: bool
+) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    """The serial pass over chunks: r = u - w S, S' = Diag(end) S + write r.
+
+    qk [NT, heads, 2C, K] (its upper half is read), w [.., C, K], u [.., C, V], write [.., K, C], end [.., K, 1], S [heads, K, V].
+    Returns [-qd S; r] [NT, heads, 2C, V], the last S and, with `keep`, the entry states."""
+    read = torch.cat([qk[..., :CHUNK, :], w], -2)
+    start = torch.cat([torch.zeros_like(u), u], -2)
+    products, entries = [start[:0]], []
+    for start_n, read_n, write_n, end_n in zip(start.unbind(), read.unbind(), write.unbind(), end.unbind()):
+        entries += [S] if keep else []
+        product = torch.baddbmm(start_n, read_n, S, alpha=-1)
+        S = torch.baddbmm(end_n * S, write_n, product[:, CHUNK:])
+        products.append(product[None])
+    return torch.cat(products), S, entries
+
+
+def _scan_in_place(
+    qk: torch.Tensor, w: torch.Tensor, u: torch.Tensor, write: torch.Tensor, end: torch.Tensor, S: torch.Tensor, keep: bool
+) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    """_scan without autograd: overwrites qk and updates one copy of S. The same arithmetic in half the time."""
+    qk[..., CHUNK:, :] = w
+    products = qk.new_zeros(*qk.shape[:-1], u.shape[-1])
+    products[..., CHUNK:, :] = u
+    S, entries = S.clone(), []
+    steps = zip(products.unbind(), products[..., CHUNK:, :].unbind(), qk.unbind(), write.unbind(), end.unbind())
+    for product, r, read_n, write_n, end_n in steps:
+        entries += [S.clone()] if keep else []
+        product.baddbmm_(read_n, S, alpha=-1)
+        S.mul_(end_n).baddbmm_(write_n, r)
+    return products, S, entries
+
+
+def _unsafe_chunks(last: torch.Tensor) -> torch.Tensor | None:
+    """Indices into [NT * heads] of the chunks with a row beyond SAFE_SPAN, None where there are none; last = exp(G_C)."""
+    if last.numel() == 0 or bool(last.amin() >= math.exp(-SAFE_SPAN)):
+        return None
+    return (last.amin((-2, -1)).flatten() < math.exp(-SAFE_SPAN)).nonzero().squeeze(-1)
+
+
+def _any_gate(
+    chunks: torch.Tensor, q: torch.Tensor, k: torch.Tensor, G: torch.Tensor, scores: torch.Tensor, kg: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scores within blocks of 16: sum_c x_r k_i exp(G_r - G_i) for x = q (i <= r) and x = k (i < r).
-
-    q, k [.., C, K]; G [.., blocks, 16, K] from the block's entry; row = exp(G), qd = q row, kd = k row. Two of [.., blocks, 16, 16]."""
-    k = k.unflatten(-2, G.shape[-3:-1])
-    safe = G.amin(-1, keepdim=True) >= -SAFE_SPAN  # [.., blocks, 16, 1]; G falls, so every i <= r of a safe row r is safe
-    ki = torch.where(safe, k * torch.exp(-SAFE_SPAN / 2 - G.clamp(min=-SAFE_SPAN)), 0.0)
-    balance = math.exp(SAFE_SPAN / 2)
-    scores_q = (qd @ ki.mT).tril() * balance
-    scores_k = (kd @ ki.mT).tril(-1) * balance
-    if not bool(safe.all()):
-        level_q, level_k = level_scores(q.unflatten(-2, G.shape[-3:-1]), k, G)
-        scores_q, scores_k = torch.where(safe, scores_q, level_q), torch.where(safe, scores_k, level_k)
-    return scores_q, scores_k
+    """`scores` and `kg` with the given chunks made right for any gate: the rows beyond SAFE_SPAN, and all of kg."""
+    pick = lambda x: x.flatten(0, 1).index_select(0, chunks)
+    put = lambda x, new: x.flatten(0, 1).index_copy(0, chunks, new).view_as(x)
+    q, k, G = pick(q), pick(k), pick(G)
+    safe = (G.amin(-1, keepdim=True).exp() >= math.exp(-SAFE_SPAN)).repeat(1, 2, 1)  # [chunks, 2C, 1]; G falls, so they come first
+    right = torch.where(safe, pick(scores), torch.cat(level_scores(q, k, G), -2) / SHIFT)
+    return put(scores, right), put(kg, k * (G[..., -1:, :] - G).exp())
 
 
 def level_scores(q: torch.Tensor, k: torch.Tensor, G: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """diagonal_scores for any gate; q, k, G [.., C, K] -> two of [.., C, C]."""
+    """Scores within a chunk for any gate: sum_c x_r k_i exp(G_r - G_i) for x = q (i <= r) and x = k (i < r).
+
+    q, k, G [.., C, K], G falling from row to row -> two of [.., C, C]."""
     C = q.shape[-2]
     qk = torch.stack([q, k], 0)  # [2, .., C, K]
     out = qk.new_zeros(*qk.shape[:-1], C)
