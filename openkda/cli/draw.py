@@ -13,8 +13,8 @@ from openkda.cli.explain import Device, sizes
 from openkda.cli.pipeline import BLOCK, Mapping, mapping
 from openkda.problem import Problem
 
-MAX_CHUNKS, MAX_HEADS, MAX_ROWS = 16, 4, 8
-CELL, OTHER, TAIL = "#8ecae6", "#cfe8f3", "#ffd28f"
+MAX_CHUNKS, MAX_HEADS, MAX_ROWS, MAX_STEPS = 16, 4, 8, 6
+CELL, OTHER, TAIL, INSIDE = "#8ecae6", "#cfe8f3", "#ffd28f", "#f2b56b"
 LEVELS = {1: "#fde0c5", 2: "#facba6", 4: "#f8b58b", 8: "#f2855d", 16: "#ca4f6b", 32: "#7a2f7f"}
 
 
@@ -37,7 +37,7 @@ def chunk_cells(p: Problem, chunk: int, lengths: tuple[int, ...] | None) -> list
 
 
 def draw_chunks(axes: Axes, p: Problem, m: Mapping, lengths: tuple[int, ...] | None) -> None:
-    """The chunk-parallel stages: one cell per chunk and value head."""
+    """The work that runs in parallel over steps of tokens: one cell per step and value head."""
     cells = chunk_cells(p, m.chunk, lengths)
     shown, heads = cells[:MAX_CHUNKS], min(p.HV, MAX_HEADS)
     last = shown[-1][2] if shown else 1
@@ -49,73 +49,72 @@ def draw_chunks(axes: Axes, p: Problem, m: Mapping, lengths: tuple[int, ...] | N
             axes.add_patch(Rectangle((first, head + 0.06), end - first, 0.88, facecolor=colour, edgecolor="0.3", lw=0.8))
     for (n, first), after in zip(first_rows.items(), [*list(first_rows.values())[1:], last]):
         if after - first > last / 12:  # else there is no room for its name
-            axes.annotate(f"sequence {n}", (first, -0.08), fontsize=8)
-    axes.set(xlim=(0, last), ylim=(heads, -0.3), xlabel="token (rows of the flattened batch)", ylabel="value head")
+            axes.annotate(f"sequence {n}", (first, -0.06), fontsize=8)
+    axes.set(xlim=(0, last), ylim=(heads, -0.35), xlabel="token (rows of the flattened batch)", ylabel="value head")
     axes.set_yticks([head + 0.5 for head in range(heads)], [str(head) for head in range(heads)])
-    partial = [f"{n} of {all_} {what}" for n, all_, what in ((len(shown), len(cells), "steps"), (heads, p.HV, "heads")) if n < all_]
+    counts = ((len(shown), len(cells), "steps"), (heads, p.HV, "heads"))
+    partial = [f"{some} of {total:,} {what}" for some, total, what in counts if some < total]
     rest = "; shown: " + " and ".join(partial) if partial else ""
-    axes.set_title(f"Steps of {m.chunk} tokens: {len(cells)} x {p.HV} heads; {m.chunk_programs}{rest}", fontsize=9, loc="left")
-    handles = [
-        Patch(facecolor=CELL, edgecolor="0.3", label=f"{m.chunk} tokens"),
-        Patch(facecolor=TAIL, edgecolor="0.3", label="shorter tail"),
-    ]
-    axes.legend(handles=handles, fontsize=8, loc="lower right", ncols=2)
+    axes.set_title(f"Steps of {m.chunk} tokens: {len(cells):,} x {p.HV} heads; {m.chunk_programs}{rest}", fontsize=9, loc="left")
+    if any(end - first < m.chunk for _, first, end in shown):
+        axes.legend(handles=[Patch(facecolor=TAIL, edgecolor="0.3", label="shorter tail")], fontsize=8, loc="lower right")
+
+
+def scan_rows(p: Problem, m: Mapping, lengths: tuple[int, ...] | None) -> list[tuple[str, int, int]]:
+    """(label, sequence, steps) of every program of the state pass: sequence or segment, value head, block of value columns."""
+    steps = dict.fromkeys(range(p.N), 0)
+    for n, _, _ in chunk_cells(p, m.chunk, lengths):
+        steps[n] += 1
+    pieces = []
+    for n, count in steps.items():
+        size = m.segment_steps or max(count, 1)
+        name = "seq {}, segment {}" if m.segment_steps else "seq {}"
+        pieces += [(name.format(n, i), n, min(size, count - i * size)) for i in range(max(1, -(-count // size)))]
+    columns = [(start, min(p.V, start + m.columns) - 1) for start in range(0, p.V, m.columns)]
+    return [
+        (f"{name}, head {head}, V {low}..{high}", n, count)
+        for head in range(p.HV) for name, n, count in pieces for low, high in columns
+    ]  # fmt: skip
 
 
 def draw_scan(axes: Axes, p: Problem, m: Mapping, lengths: tuple[int, ...] | None) -> None:
-    """The serial pass: one row per sequence, head and block of value columns; time runs to the right."""
-    blocks = -(-p.V // m.columns) if p.V else 0
-    per_sequence: dict[int, int] = {}
-    for n, _, _ in chunk_cells(p, m.chunk, lengths):
-        per_sequence[n] = per_sequence.get(n, 0) + 1
-    rows = [(n, head, block) for n in range(p.N) for head in range(p.HV) for block in range(blocks)]
+    """The serial pass: one row per program; time runs to the right."""
+    rows = scan_rows(p, m, lengths)
     shown = rows[:MAX_ROWS]
-    for y, (n, _, _) in enumerate(shown):
-        count = min(per_sequence.get(n, 0), 6)
-        for c in range(count):
-            axes.add_patch(Rectangle((c + 0.12, y + 0.2), 0.7, 0.6, facecolor=(CELL, OTHER)[n % 2], edgecolor="0.3", lw=0.8))
-            axes.annotate("", (c + 1.12, y + 0.5), (c + 0.82, y + 0.5), arrowprops={"arrowstyle": "->", "lw": 1})
-        if per_sequence.get(n, 0) > count:
-            axes.annotate("...", (count + 0.15, y + 0.58), fontsize=9)
-    widest = min(max(per_sequence.values(), default=1), 6)
-    axes.set(xlim=(0, widest + 0.6), ylim=(max(len(shown), 1), 0), xlabel="step of the sequence, in turn")
-    axes.set_xticks([c + 0.47 for c in range(widest)], [str(c) for c in range(widest)])
-    columns = [f"{b * m.columns}..{min(p.V, (b + 1) * m.columns) - 1}" for _, _, b in shown]
-    labels = [f"seq {n}, head {head}, V {c}" for (n, head, _), c in zip(shown, columns)]
-    axes.set_yticks([y + 0.5 for y in range(len(shown))], labels, fontsize=8)
-    rest = f", {len(shown)} of {len(rows)} rows shown" if len(shown) < len(rows) else ""
+    widest = max(1, min(MAX_STEPS, max((count for _, _, count in shown), default=1)))
+    for y, (_, n, count) in enumerate(shown):
+        for c in range(min(count, widest)):
+            axes.add_patch(Rectangle((c + 0.1, y + 0.2), 0.65, 0.6, facecolor=(CELL, OTHER)[n % 2], edgecolor="0.3", lw=0.8))
+            axes.annotate("", (c + 1.1, y + 0.5), (c + 0.75, y + 0.5), arrowprops={"arrowstyle": "->", "lw": 1})
+        end = "..." if count > widest else "S_final" if not m.segment_steps else "exit"
+        axes.annotate(end, (min(count, widest) + 0.15, y + 0.56), fontsize=8)
+    axes.set(xlim=(0, widest + 0.9), ylim=(max(len(shown), 1), 0), xlabel=f"step of {m.chunk} tokens, in turn")
+    axes.set_xticks([c + 0.42 for c in range(widest)], [str(c) for c in range(widest)])
+    axes.set_yticks([y + 0.5 for y in range(len(shown))], [label for label, _, _ in shown], fontsize=8)
+    rest = f"; shown: {len(shown)} of {len(rows):,}" if len(shown) < len(rows) else ""
     axes.set_title(f"State pass: each row carries a {p.K} x {m.columns} state\n{m.scan_programs}{rest}", fontsize=9, loc="left")
 
 
 def draw_scores(axes: Axes, m: Mapping) -> None:
-    """One chunk's scores: which pairs of rows meet in which product."""
-    C = m.scores
-    for s in (s for s in LEVELS if s < C):
-        inside = s < BLOCK
-        if inside and m.form == "product":
-            continue
+    """The scores of one chunk: which pairs of rows meet in which product."""
+    C, levels = m.scores, [s for s in LEVELS if s < m.scores and (s >= BLOCK or m.form == "levels")]
+    for s in levels:
         for start in range(0, C, 2 * s):
             axes.add_patch(Rectangle((start, start + s), s, s, facecolor=LEVELS[s], edgecolor="white", lw=0.6))
+    handles = [Patch(facecolor=LEVELS[s], label=f"{s} x {s}: decay counted from the row before") for s in reversed(levels)]
     if m.form == "product":
         for start in range(0, C, BLOCK):
-            axes.fill([start, start, start + BLOCK], [start, start + BLOCK, start + BLOCK], facecolor="#f2b56b", edgecolor="white", lw=0.8)
+            axes.fill([start, start, start + BLOCK], [start, start + BLOCK, start + BLOCK], facecolor=INSIDE, edgecolor="white", lw=0.8)
+        handles.append(Patch(facecolor=INSIDE, label=f"{BLOCK} x {BLOCK}: decay counted from one row"))
     else:
         for row in range(C):
             axes.add_patch(Rectangle((row, row), 1, 1, facecolor="0.35"))
+        handles.append(Patch(facecolor="0.35", label="a token with itself: no decay"))
     for line in range(0, C + 1, BLOCK):
         axes.axhline(line, color="0.4", lw=0.6)
         axes.axvline(line, color="0.4", lw=0.6)
-    handles = [
-        Patch(facecolor=LEVELS[s], label=f"{s} rows x {s}, about the row before")
-        for s in reversed(LEVELS)
-        if s < C and (s >= BLOCK or m.form == "levels")
-    ]
-    if m.form == "product":
-        handles.append(Patch(facecolor="#f2b56b", label="inside 16 x 16, about one row of it"))
-    else:
-        handles.append(Patch(facecolor="0.35", label="q.k of one token, no decay"))
-    axes.legend(handles=handles, fontsize=8, loc="upper right")
-    axes.set(xlim=(0, C), ylim=(C, 0), aspect="equal", xlabel="key token i of the chunk", ylabel="query token r")
+    axes.legend(handles=handles, fontsize=7.5, loc="upper right")
+    axes.set(xlim=(0, C), ylim=(C, 0), aspect="equal", xlabel="key token i", ylabel="query token r")
     axes.set_xticks(range(0, C + 1, BLOCK))
     axes.set_yticks(range(0, C + 1, BLOCK))
-    axes.set_title(f"Pairs (r, i), i <= r, of Aqk and L in {C} tokens", fontsize=9, loc="left")
+    axes.set_title(f"Pairs i <= r of Aqk and L in {C} tokens", fontsize=9, loc="left")

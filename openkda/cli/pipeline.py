@@ -53,6 +53,7 @@ class Mapping:
     columns: int  # value columns of the state per program of the serial pass
     chunk_programs: str
     scan_programs: str
+    segment_steps: int = 0  # steps of a segment where sequences are cut; 0: they are not
 
 
 def inputs(p: Problem) -> dict[str, Item]:
@@ -195,9 +196,9 @@ def mapping(p: Problem, backend: str) -> Mapping:
 
     config = choose(p)
     form = "levels" if config.forward.level == "always" else "product"
-    split = f", {config.steps} steps a segment" if config.steps else ""
     prepared = f"prepared in shared memory by {config.forward.preps} partitions of 4 warps"
-    return Mapping(STEP, scores, form, config.forward.R, prepared, f"one block per row, {config.forward.scan_warps} warps{split}")
+    scan = f"one block per row, {config.forward.scan_warps} warps"
+    return Mapping(STEP, scores, form, config.forward.R, prepared, scan, config.steps)
 
 
 def launch(p: Problem, backend: str) -> list[tuple[str, str]]:

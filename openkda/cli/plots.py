@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from matplotlib import colormaps
 from matplotlib.axes import Axes
-from matplotlib.colors import LogNorm
+from matplotlib.colors import LogNorm, PowerNorm
 from matplotlib.figure import Figure
 
 from openkda.cli.recording import Recording
@@ -94,7 +94,7 @@ def draw_state(run: Run, curves: Axes, field: Axes) -> None:
     legend(curves, run.problem.HV)
     rows = h.norm(dim=-1).flatten(1).T  # [HV * K, NT]
     K, HV = run.problem.K, run.problem.HV
-    image = field.pcolormesh([*starts, run.bounds[-1]], range(HV * K + 1), rows.numpy(), cmap="magma", rasterized=True)
+    image = field.pcolormesh([*starts, run.bounds[-1]], range(HV * K + 1), rows.numpy(), cmap="magma", norm=PowerNorm(0.5), rasterized=True)
     field.invert_yaxis()
     for head in range(1, HV):
         field.axhline(head * K, color="white", lw=0.6)

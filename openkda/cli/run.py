@@ -23,6 +23,7 @@ from openkda.cli.recording import Recording
 from openkda.ops import chunk_kda
 from openkda.problem import Problem
 
+SHOWN_PROVENANCE = ("text", "layer", "training_loss", "device", "date")  # all of it goes into the results' metadata
 TIMED_RUNS, TIMED_SECONDS = 20, 2.0  # the median of up to 20 runs, as many as fit in 2 seconds, one at least
 
 
@@ -172,9 +173,9 @@ def report(
     facts.add_column()
     sequences = f"{p.N} sequences in {p.T:,} tokens" if p.varlen else f"B={p.B}, T={p.T:,}"
     facts.add_row("problem", f"{sequences}, H={p.H}, HV={p.HV}, K={p.K}, V={p.V}, {dtype_name(p.dtype)}, gate {gate_name(p)}")
-    for key in ("text", "loss", "command"):
-        if key in recorded.provenance:
-            facts.add_row(f"recorded {key}", recorded.provenance[key])
+    known = [f"{name.replace('_', ' ')} {recorded.provenance[name]}" for name in SHOWN_PROVENANCE if name in recorded.provenance]
+    if known:
+        facts.add_row("recording", "; ".join(known))
     facts.add_row("backend", f"{backend} on {device_name(p)}")
     facts.add_row("time", f"{seconds_text(measured.seconds)}, median of {measured.runs} runs")
     facts.add_row("speed", f"{p.B * p.T / measured.seconds:,.0f} tokens/s" if p.B * p.T else "no tokens")
