@@ -3,6 +3,7 @@
 from openkda.ops import chunk_kda, fused_kda_gate, fused_recurrent_kda
 from openkda.reference import naive_chunk_kda, naive_recurrent_kda
 from openkda.serving import Checkpoints, kda_decode, kda_prefill
+from openkda.serving_step import kda_fused_decode
 
 __version__ = "0.1.0"
 __all__ = [
@@ -11,6 +12,7 @@ __all__ = [
     "fused_kda_gate",
     "fused_recurrent_kda",
     "kda_decode",
+    "kda_fused_decode",
     "kda_prefill",
     "naive_chunk_kda",
     "naive_recurrent_kda",

@@ -89,12 +89,12 @@ def _decode(tensors: tuple[torch.Tensor | None, ...], options: tuple) -> None:
     _decode_launch(
         q.shape, q.stride(), q.dtype, k.shape, k.stride(), k.dtype, v.shape, v.stride(), v.dtype, gate.shape, gate.stride(), gate.dtype,
         beta.shape, beta.stride(), beta.dtype, out.shape, out.stride(), out.dtype, pool.shape, pool.stride(), pool.dtype,
-        index.shape, index.stride(), index.dtype, q.device, _devices(tensors), layout(A_log), layout(dt_bias), layout(accepted), layout(cu),
-        options,
+        index.shape, index.stride(), index.dtype, q.device, common_device(tensors), layout(A_log), layout(dt_bias), layout(accepted),
+        layout(cu), options,
     )(*tensors)  # fmt: skip
 
 
-def _devices(tensors: tuple[torch.Tensor | None, ...]) -> int:
+def common_device(tensors: Sequence[torch.Tensor | None]) -> int:
     """The device number all tensors share (-1: CPU); ValueError when they do not share one."""
     numbers = {t.get_device() for t in tensors if t is not None}
     if len(numbers) != 1:
@@ -109,7 +109,7 @@ def _decode_launch(*key: object) -> Callable[..., None]:
     device, _, A_log, dt_bias, accepted, cu, (*options, backend) = key[24:]
     q, k, v, gate, beta, out, pool, index = metas
     problem = check_decode(q, k, v, gate, beta, out, A_log, dt_bias, pool, index, accepted, cu, Options(*options), device)
-    name = _decode_backend(device, backend)
+    name = choose_backend(device, backend)
     if name == "torch":
         return partial(serving_torch.decode, problem)
     from openkda.portable.decode import decode_launch  # Triton may be absent where the torch path serves
@@ -117,7 +117,8 @@ def _decode_launch(*key: object) -> Callable[..., None]:
     return decode_launch(problem, device)
 
 
-def _decode_backend(device: torch.device, backend: str | None) -> str:
+def choose_backend(device: torch.device, backend: str | None) -> str:
+    """The backend of a decode call: Triton on a GPU, torch on a CPU, or the one asked for."""
     if backend not in (None, "portable", "torch"):
         raise fail("backend", repr(backend), "None, 'portable' or 'torch'")
     return backend or ("portable" if device.type == "cuda" else "torch")
@@ -210,7 +211,7 @@ def _prefill(
         raise fail("out's strides", list(out.stride()), "dense inside a token")
     if has_initial_state is not None:
         check_like("has_initial_state", layout(has_initial_state), (N,), (torch.bool,))
-    _devices((q, state_pool, state_indices, has_initial_state, cu_seqlens, out, states))
+    common_device((q, state_pool, state_indices, has_initial_state, cu_seqlens, out, states))
     pool = _pool_functions(q.device, backend)
     call = partial(
         describe, A_log=A_log, dt_bias=dt_bias, scale=scale, use_gate_in_kernel=True, lower_bound=lower_bound, safe_gate=False,
@@ -295,12 +296,12 @@ _PREFILL_SCHEMA = (
     _SHARED + "Tensor? has_initial_state, Tensor cu_seqlens, Tensor? cu_seqlens_cpu, Tensor(c!)? checkpoint_states, int[] sequence, "
     "int[] offset, float? lower_bound, float? scale, int pad_slot, bool qk_l2norm, bool neg_eigval, bool state_v_first, str? backend) -> ()"
 )
-_library = torch.library.Library("openkda", "DEF")
+library = torch.library.Library("openkda", "DEF")
 for _name, _schema, _run in (
     ("kda_decode", _DECODE_SCHEMA, lambda *args: _decode(args[:12], args[12:])),
     ("kda_prefill", _PREFILL_SCHEMA, _prefill),
 ):
-    _library.define(f"{_name}({_schema}")
-    _library.impl(_name, _run, "CPU")
-    _library.impl(_name, _run, "CUDA")
-    torch.library.register_fake(f"openkda::{_name}", lambda *args: None, lib=_library)
+    library.define(f"{_name}({_schema}")
+    library.impl(_name, _run, "CPU")
+    library.impl(_name, _run, "CUDA")
+    torch.library.register_fake(f"openkda::{_name}", lambda *args: None, lib=library)

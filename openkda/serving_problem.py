@@ -11,7 +11,7 @@ a pad, an index at or past the pool's end is treated alike: such a sequence read
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -21,6 +21,8 @@ from openkda.problem import FLOAT_DTYPES, MAX_HEAD_DIM, _capability, fail
 
 STATE_DTYPES = (torch.float32, torch.bfloat16)
 INDEX_DTYPES = (torch.int32, torch.int64)
+MAX_STEP_TOKENS = 8  # tokens per sequence of a fused step; its loop over windows is unrolled
+MAX_TAPS = 8  # of the short convolution
 
 
 class Layout(NamedTuple):
@@ -99,6 +101,19 @@ class PoolProblem:
     def written(self) -> bool:
         """False when no state is written at all."""
         return self.per_token or not self.verify
+
+
+@dataclass(frozen=True)
+class StepProblem(PoolProblem):
+    """A fused decode step: kda_decode between a short convolution and a gated RMSNorm."""
+
+    taps: int  # W of the convolution
+    conv_strides: tuple[int, int, int]  # of conv_pool: slot, channel, tap
+    conv_weight_stride: int
+    has_conv_bias: bool
+    conv_dtype: torch.dtype  # of conv_pool
+    output_gate_strides: tuple[int, int]  # row, head
+    norm_eps: float
 
 
 def row_strides(name: str, t: Layout) -> tuple[int, int]:
@@ -226,4 +241,35 @@ def check_decode(
         scale=float(K**-0.5 if options.scale is None else options.scale), lower_bound=options.lower_bound, has_A_log=A_log is not None,
         has_dt_bias=dt_bias is not None, pad_slot=options.pad_slot, verify=options.verify, qk_l2norm=options.qk_l2norm,
         neg_eigval=options.neg_eigval, state_v_first=options.state_v_first, device_type=device.type, capability=_capability(device),
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=4096)
+def check_step(
+    decode: PoolProblem, output_gate: Layout, norm_weight: Layout, conv_weight: Layout, conv_bias: Layout | None, conv_pool: Layout,
+    norm_eps: float,
+) -> StepProblem:  # fmt: skip
+    """The `StepProblem` of kda_fused_decode, from what kda_decode would see and the rest; ValueError names the argument at fault."""
+    N, S, H, HV, K, V = decode.N, decode.S, decode.H, decode.HV, decode.K, decode.V
+    C = 2 * H * K + HV * V
+    if S > MAX_STEP_TOKENS:
+        raise fail("q's shape", [N, S, H, K], f"[N, S, H, K] with S at most {MAX_STEP_TOKENS} in a fused step")
+    check_like("output_gate", output_gate, (N, S, HV, V), FLOAT_DTYPES)
+    check_like("norm_weight", norm_weight, (V,), FLOAT_DTYPES)
+    if len(conv_weight.shape) != 2 or conv_weight.shape[0] != C or not 2 <= conv_weight.shape[1] <= MAX_TAPS:
+        raise fail("conv_weight's shape", list(conv_weight.shape), f"[{C}, W]: 2*H*K + HV*V channels, W from 2 to {MAX_TAPS} taps")
+    W = conv_weight.shape[1]
+    check_like("conv_weight", conv_weight, (C, W), FLOAT_DTYPES)
+    if conv_weight.stride[1] != 1:
+        raise fail("conv_weight's last stride", conv_weight.stride[1], "1")
+    if conv_bias is not None:
+        check_like("conv_bias", conv_bias, (C,), FLOAT_DTYPES)
+    check_like("conv_pool", conv_pool, (decode.slots, C, W - 1), FLOAT_DTYPES)
+    for name, t in (("norm_weight", norm_weight), ("conv_bias", conv_bias)):
+        if t is not None and t.stride[0] != 1:
+            raise fail(f"{name}'s stride", t.stride[0], "1")
+    return StepProblem(
+        **{f.name: getattr(decode, f.name) for f in fields(decode)}, taps=W, conv_strides=tuple(conv_pool.stride),
+        conv_weight_stride=conv_weight.stride[0], has_conv_bias=conv_bias is not None, conv_dtype=conv_pool.dtype,
+        output_gate_strides=row_strides("output_gate", output_gate), norm_eps=norm_eps,
     )  # fmt: skip

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from openkda.reference import prepare
-from openkda.serving_problem import PoolProblem
+from openkda.serving_problem import PoolProblem, StepProblem
 
 
 def valid_slots(index: torch.Tensor, pad_slot: int, slots: int) -> torch.Tensor:
@@ -82,13 +82,34 @@ def decode(
     out.copy_(o.view(out.shape))
 
 
-def convolve(x: torch.Tensor, window: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """One token of the depthwise causal convolution with SiLU: x [n, C], window [n, C, W - 1] oldest first, weight [C, W], bias [C].
-
-    Returns y [n, C] and the window after the token."""
-    taps = torch.cat([window, x[..., None]], -1)  # [n, C, W]
-    y = (taps * weight).sum(-1)
-    return F.silu(y if bias is None else y + bias), taps[..., 1:]
+def fused_step(
+    problem: StepProblem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gate: torch.Tensor, beta: torch.Tensor, out: torch.Tensor,
+    A_log: torch.Tensor | None, dt_bias: torch.Tensor | None, pool: torch.Tensor, index: torch.Tensor, accepted: torch.Tensor | None,
+    output_gate: torch.Tensor, norm_weight: torch.Tensor, conv_weight: torch.Tensor, conv_bias: torch.Tensor | None,
+    conv_pool: torch.Tensor,
+) -> None:  # fmt: skip
+    """kda_fused_decode on any device: convolution, kda_decode, gated RMSNorm one after the other."""
+    if problem.slots == 0:
+        out.zero_()
+        return
+    N, S, H, HV, K, V = problem.N, problem.S, problem.H, problem.HV, problem.K, problem.V
+    slot, ok, columns = read_slots(problem, index, accepted)
+    x = torch.cat([t.flatten(2) for t in (q, k, v)], -1).float()  # [N, S, C]
+    old = torch.where(ok[:, None, None], conv_pool[slot], 0).float()  # [N, C, W - 1]
+    taps = torch.cat([old, x.mT], -1)  # [N, C, W - 1 + S]
+    y = F.conv1d(taps, conv_weight.float()[:, None], None if conv_bias is None else conv_bias.float(), groups=taps.shape[1])
+    y = F.silu(y).mT.split([H * K, H * K, HV * V], -1)  # [N, S, ..] each
+    y = [t.unflatten(-1, (-1, d)) for t, d in zip(y, (K, K, V))]
+    o = torch.empty(N, S, HV, V, device=out.device)
+    decode(problem, *y, gate, beta, o, A_log, dt_bias, pool, index, accepted, None)
+    o = o * torch.rsqrt(o.square().mean(-1, keepdim=True) + problem.norm_eps) * norm_weight.float() * torch.sigmoid(output_gate.float())
+    out.copy_(o.masked_fill(~ok[:, None, None, None], 0))
+    for t in range(S):
+        if not problem.written or not (problem.per_token or t == S - 1):
+            continue
+        target = columns[:, problem.step_column + t] if problem.per_token else slot
+        valid = ok & valid_slots(target, problem.pad_slot, problem.slots)
+        conv_pool[target[valid]] = taps[valid, :, t + 1 : t + problem.taps].to(conv_pool.dtype)
 
 
 def gather_states(pool: torch.Tensor, index: torch.Tensor, has_initial: torch.Tensor | None, pad_slot: int) -> torch.Tensor:

@@ -1,0 +1,221 @@
+"""A whole decode step of the layer in one kernel: short convolution, token recurrence, gated RMSNorm.
+
+Per token (x: the projections q, k, v before the convolution; W taps, weight[:, W - 1] meets the newest token):
+
+    y_c  = silu(sum_j weight[c, j] x_{t - W + 1 + j, c} + bias_c)      depthwise, causal; older x from the window
+    S, o = the recurrence of openkda/portable/decode.py on y
+    out  = o * rsqrt(mean(o^2) + eps) * norm_weight * sigmoid(output_gate)
+    window <- the last W - 1 tokens' x
+
+Everything between x and out stays in fp32 registers. Grid: one program per (sequence, q/k head); it owns that head's q and k channels, the
+v channels and states of the value heads that read it, and serves those one after the other. So nobody else reads a window that it
+rewrites in place. The state is one [V, K] tile: the norm needs a head's whole output. Windows follow the same slots as the states
+(openkda/portable/decode.py), one window after each token where states are kept per token; old taps are in registers before any is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from openkda.portable.decode import (
+    LOG2E,
+    Slots,
+    SlotSizes,
+    Tokens,
+    decay_factor,
+    find_slot,
+    find_step_slot,
+    normalise,
+    token_step,
+    write_strength,
+)
+from openkda.portable.launch import PreparedLaunch
+from openkda.portable.tile import sigmoid
+from openkda.serving_problem import StepProblem
+
+MAX_TILE = 32768  # state elements of one program: 16 warps of 64 registers
+
+
+class Conv(NamedTuple):
+    """The convolution of all channels, q heads first, then k heads, then v heads."""
+
+    weight: torch.Tensor  # [C, W]
+    bias: torch.Tensor | None  # [C]
+    pool: torch.Tensor  # [slots, C, W - 1], oldest tap first, any strides
+
+
+class ConvSizes(NamedTuple):
+    """Strides in elements of Conv.pool and of Conv.weight's rows."""
+
+    slot: int
+    channel: int
+    tap: int
+    weight: int
+
+
+@triton.jit
+def convolve(x_ptr, row_stride, t, conv, sizes, window, channel, mask, W: tl.constexpr):
+    """[B] channels at token t of this call. x_ptr: their column at the call's first token; window: offset of the slot, or -1."""
+    acc = tl.zeros([channel.shape[0]], dtype=tl.float32)
+    if conv.bias is not None:
+        acc += tl.load(conv.bias + channel, mask=mask, other=0.0).to(tl.float32)
+    for j in tl.static_range(W):
+        i = t + j - (W - 1)  # negative: a token before this call
+        new = tl.load(x_ptr + i * row_stride, mask=mask & (i >= 0), other=0.0).to(tl.float32)
+        p_old = conv.pool + window + channel * sizes.channel + (i + W - 1) * sizes.tap
+        old = tl.load(p_old, mask=mask & (i < 0) & (window >= 0), other=0.0).to(tl.float32)
+        weight = tl.load(conv.weight + channel * sizes.weight + j, mask=mask, other=0.0).to(tl.float32)
+        acc += weight * (new + old)
+    return acc * sigmoid(acc)
+
+
+@triton.jit
+def keep_window(
+    x_ptr, row_stride, conv, sizes, window, channel, mask, slots, slot_sizes, n, num_slots, ok,
+    S: tl.constexpr, W: tl.constexpr, FIRST_SLOT: tl.constexpr, WIDTH: tl.constexpr, STEP_COLUMN: tl.constexpr,
+):  # fmt: skip
+    """Write the window of [B] channels after every token that has a slot, or after the last token to the slot that was read."""
+    taps = ()  # the W - 1 old ones, then this call's S; Triton knows tuple sums, not unpacking
+    p_old = conv.pool + window + channel * sizes.channel
+    for m in tl.static_range(W - 1):
+        taps = taps + (tl.load(p_old + m * sizes.tap, mask=mask & ok, other=0.0),)  # noqa: RUF005
+    for t in tl.static_range(S):
+        taps = taps + (tl.load(x_ptr + t * row_stride, mask=mask, other=0.0).to(conv.pool.dtype.element_ty),)  # noqa: RUF005
+    tl.debug_barrier()  # other threads of this program may still be reading the taps that are now overwritten
+    for t in tl.static_range(S):
+        if slots.step is not None:
+            slot, kept = find_step_slot(slots, slot_sizes, n, STEP_COLUMN + t, num_slots, FIRST_SLOT, WIDTH)
+            kept = kept & ok
+            target = slot * sizes.slot
+        else:
+            kept = ok & (t == S - 1)
+            target = window
+        for j in tl.static_range(W - 1):
+            tl.store(conv.pool + target + channel * sizes.channel + j * sizes.tap, taps[t + 1 + j], mask=mask & kept)
+
+
+@triton.jit
+def gated_norm(o, gate, weight, eps, V: tl.constexpr):
+    """[BV] output of one head: RMS norm over its V values, then the sigmoid gate. Lanes past V hold zeros."""
+    return o * tl.rsqrt(tl.sum(o * o, axis=0) / V + eps) * weight * sigmoid(gate)
+
+
+@triton.jit(do_not_specialize=["num_slots"])
+def fused_step_kernel(
+    tokens, output_gate, norm_weight, strides, gate_params, pool, conv, slots, slot_sizes, conv_sizes, num_slots, scale, lower_bound, eps,
+    S: tl.constexpr, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    W: tl.constexpr, V_FIRST: tl.constexpr, GATE: tl.constexpr, QK_L2NORM: tl.constexpr, NEG_EIGVAL: tl.constexpr,
+    FIRST_SLOT: tl.constexpr, WIDTH: tl.constexpr, STEP_COLUMN: tl.constexpr, WRITTEN: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """See the module's head. tokens: Tokens (x instead of q, k, v; o: the result); strides: (row, head) of q, k, v, gate, beta, o and
+    output_gate [R, HV, V]; norm_weight [V]; gate_params: (A_log [HV], dt_bias [HV, K]); S tokens per sequence."""
+    pid = tl.program_id(0)
+    i_h = (pid % H).to(tl.int64)
+    n = (pid // H).to(tl.int64)
+    offs_k = tl.arange(0, BK)
+    offs_v = tl.arange(0, BV)
+    mask_k = offs_k < K
+    mask_v = offs_v < V
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    slot, ok = find_slot(slots, slot_sizes, n, num_slots, FIRST_SLOT, WIDTH)
+    window = tl.where(ok, slot * conv_sizes.slot, -1)
+    first = n * S
+    q_channel = i_h * K + offs_k
+    k_channel = H * K + q_channel
+    p_q = tokens.q + first * strides[0] + i_h * strides[1] + offs_k
+    p_k = tokens.k + first * strides[2] + i_h * strides[3] + offs_k
+    norm = tl.load(norm_weight + offs_v, mask=mask_v, other=0.0).to(tl.float32)
+
+    for j in tl.static_range(HV // H):
+        i_hv = i_h * (HV // H) + j
+        v_channel = 2 * H * K + i_hv * V + offs_v
+        p_v = tokens.v + first * strides[4] + i_hv * strides[5] + offs_v
+        A = 1.0
+        bias = 0.0
+        if gate_params[0] is not None:
+            A = tl.exp2(tl.load(gate_params[0] + i_hv).to(tl.float32) * LOG2E)
+        if gate_params[1] is not None:
+            bias = tl.load(gate_params[1] + i_hv * K + offs_k, mask=mask_k, other=0.0).to(tl.float32)
+        if V_FIRST:
+            offs_s = i_hv * (K * V) + offs_v[:, None] * K + offs_k[None, :]
+            mask_s = mask_v[:, None] & mask_k[None, :]
+        else:
+            offs_s = i_hv * (K * V) + offs_k[:, None] * V + offs_v[None, :]
+            mask_s = mask_k[:, None] & mask_v[None, :]
+        state = tl.load(pool + slot * slot_sizes.source + offs_s, mask=mask_s & ok, other=0.0).to(tl.float32)
+        for t in tl.range(0, S):
+            q = convolve(p_q, strides[0], t, conv, conv_sizes, window, q_channel, mask_k, W)
+            k = convolve(p_k, strides[2], t, conv, conv_sizes, window, k_channel, mask_k, W)
+            v = convolve(p_v, strides[4], t, conv, conv_sizes, window, v_channel, mask_v, W)
+            row = first + t
+            gate = tl.load(tokens.gate + row * strides[6] + i_hv * strides[7] + offs_k, mask=mask_k, other=0.0).to(tl.float32)
+            beta = tl.load(tokens.beta + row * strides[8] + i_hv * strides[9]).to(tl.float32)
+            z = tl.load(output_gate + row * strides[12] + i_hv * strides[13] + offs_v, mask=mask_v, other=0.0).to(tl.float32)
+            a = decay_factor(gate, A, bias, lower_bound, GATE)
+            q, k, qk = normalise(q, k, scale, QK_L2NORM)
+            state, o = token_step(state, q, k, v, a, write_strength(beta, True, NEG_EIGVAL), qk, V_FIRST)
+            o = tl.where(ok, gated_norm(o, z, norm, eps, V), 0.0)
+            p_o = tokens.o + row * strides[10] + i_hv * strides[11] + offs_v
+            tl.store(p_o, o.to(tokens.o.dtype.element_ty), mask=mask_v)
+            if slots.step is not None:
+                target, kept = find_step_slot(slots, slot_sizes, n, STEP_COLUMN + t, num_slots, FIRST_SLOT, WIDTH)
+                tl.store(pool + target * slot_sizes.sink + offs_s, state.to(pool.dtype.element_ty), mask=mask_s & ok & kept)
+        if WRITTEN:
+            if slots.step is None:
+                tl.store(pool + slot * slot_sizes.sink + offs_s, state.to(pool.dtype.element_ty), mask=mask_s & ok)
+            keep_window(
+                p_v, strides[4], conv, conv_sizes, window, v_channel, mask_v, slots, slot_sizes, n, num_slots, ok, S, W, FIRST_SLOT,
+                WIDTH, STEP_COLUMN,
+            )  # fmt: skip
+    if WRITTEN:
+        keep_window(
+            p_q, strides[0], conv, conv_sizes, window, q_channel, mask_k, slots, slot_sizes, n, num_slots, ok, S, W, FIRST_SLOT, WIDTH,
+            STEP_COLUMN,
+        )  # fmt: skip
+        keep_window(
+            p_k, strides[2], conv, conv_sizes, window, k_channel, mask_k, slots, slot_sizes, n, num_slots, ok, S, W, FIRST_SLOT, WIDTH,
+            STEP_COLUMN,
+        )  # fmt: skip
+
+
+def why_not(problem: StepProblem) -> str | None:
+    """None when the fused kernel serves the problem, otherwise one sentence."""
+    tile = triton.next_power_of_2(problem.K) * triton.next_power_of_2(problem.V)
+    if tile > MAX_TILE:
+        return f"the fused step keeps a head's state in registers, up to {MAX_TILE} padded elements, not K={problem.K}, V={problem.V}"
+    return None
+
+
+def fused_launch(problem: StepProblem, device: torch.device) -> Callable[..., None]:
+    """The launch behind kda_fused_decode, to be called with (q, k, v, gate, beta, out, A_log, dt_bias, pool, index, accepted, output_gate,
+    norm_weight, conv_weight, conv_bias, conv_pool)."""
+    H, HV, K, V, W = problem.H, problem.HV, problem.K, problem.V, problem.W
+    BK, BV = triton.next_power_of_2(K), triton.next_power_of_2(V)
+    pdl = problem.capability is not None and problem.capability >= (9, 0)
+    options = {"num_warps": max(1, min(16, BK * BV // 2048)), **({"launch_pdl": True} if pdl else {})}
+    sizes = SlotSizes(problem.slot_stride, problem.slot_stride, *problem.index_strides, *problem.index_strides)
+    conv_sizes = ConvSizes(*problem.conv_strides, problem.conv_weight_stride)
+    strides = problem.token_strides + problem.output_gate_strides
+    constants = (
+        sizes, conv_sizes, problem.slots, problem.scale, problem.lower_bound or 0.0, problem.norm_eps, problem.S, H, HV, K, V, BK, BV,
+        problem.taps, problem.state_v_first, problem.gate, problem.qk_l2norm, problem.neg_eigval, problem.pad_slot + 1, W,
+        problem.step_column, problem.written, pdl,
+    )  # fmt: skip
+
+    def build(t: Sequence) -> tuple:
+        q, k, v, gate, beta, out, A_log, dt_bias, pool, index, accepted, output_gate, norm_weight, weight, bias, conv_pool = t
+        slots = Slots(index, accepted, index if problem.per_token else None, None, None)
+        tokens, conv = Tokens(q, k, v, gate, beta, out), Conv(weight, bias, conv_pool)
+        return tokens, output_gate, norm_weight, strides, (A_log, dt_bias), pool, conv, slots, *constants
+
+    launch = PreparedLaunch(fused_step_kernel, (H * problem.N,), build, device, **options)
+    if problem.N == 0 or problem.slots == 0:
+        return lambda *tensors: tensors[5].zero_()
+    return launch

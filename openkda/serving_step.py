@@ -1,0 +1,115 @@
+"""A decode step of the layer from its projections to the gated, normalised output: short convolution, kda_decode, RMSNorm in one kernel.
+
+The custom operator is openkda::kda_fused_decode. Slots of the convolution windows follow those of the states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache, partial
+
+import torch
+
+from openkda import serving_torch
+from openkda.problem import fail
+from openkda.serving import choose_backend, common_device, library
+from openkda.serving_problem import Layout, Options, check_decode, check_step
+
+
+def kda_fused_decode(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    gate: torch.Tensor,
+    beta: torch.Tensor,
+    output_gate: torch.Tensor,
+    *,
+    A_log: torch.Tensor | None,
+    dt_bias: torch.Tensor | None,
+    lower_bound: float | None,
+    conv_weight: torch.Tensor,
+    conv_bias: torch.Tensor | None = None,
+    norm_weight: torch.Tensor,
+    norm_eps: float = 1e-5,
+    state_pool: torch.Tensor,
+    conv_pool: torch.Tensor,
+    state_indices: torch.Tensor,
+    out: torch.Tensor | None = None,
+    num_accepted: torch.Tensor | None = None,
+    pad_slot: int = -1,
+    verify: bool = False,
+    scale: float | None = None,
+    use_qk_l2norm_in_kernel: bool = True,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = True,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """One to eight tokens of every sequence through convolution, recurrence and output norm.
+
+    Computes y = silu(depthwise causal convolution of q, k, v), o = kda_decode(y_q, y_k, y_v, gate, beta), and
+    o * rsqrt(mean(o**2) + norm_eps) * norm_weight * sigmoid(output_gate). All of it in fp32, rounded once at the end.
+
+    Args:
+        q, k [N, S, H, K], v [N, S, HV, V]: projections before the convolution; gate [N, S, HV, K], beta [N, S, HV] logits.
+        output_gate: [N, S, HV, V] logits.
+        conv_weight: [2*H*K + HV*V, W], W from 2 to 8 taps, for the q heads, then k, then v; the last tap meets the newest token.
+        conv_bias: [2*H*K + HV*V] or None. norm_weight: [V].
+        conv_pool: [slots, 2*H*K + HV*V, W - 1] in any strides (so [slots, W - 1, C].mT too), the last W - 1 tokens' q, k, v before the
+            convolution, oldest first. bf16, fp16 or fp32. Updated in place like state_pool: same slots, same columns, same pads.
+        The others: as kda_decode.
+
+    Returns:
+        [N, S, HV, V] in v's dtype, or `out`.
+
+    Raises:
+        ValueError, TypeError: one sentence naming the argument, its value and what is allowed.
+    """
+    if out is None:
+        out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    tensors = (
+        q, k, v, gate, beta, out, A_log, dt_bias, state_pool, state_indices, num_accepted, output_gate, norm_weight, conv_weight, conv_bias,
+        conv_pool,
+    )  # fmt: skip
+    options = (norm_eps, lower_bound, scale, pad_slot, verify, use_qk_l2norm_in_kernel, allow_neg_eigval, state_v_first, backend)
+    if type(q) is not torch.Tensor or torch.compiler.is_compiling():
+        torch.ops.openkda.kda_fused_decode(*tensors, *options)
+    else:
+        _fused_decode(tensors, options)
+    return out
+
+
+def _fused_decode(tensors: tuple[torch.Tensor | None, ...], options: tuple) -> None:
+    q, k, v, gate, beta, output_gate, state_pool = *tensors[:5], tensors[11], tensors[8]
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v, gate, beta, output_gate, state_pool)):
+        raise ValueError("kda_fused_decode has no gradient; call it under torch.no_grad()")
+    metas = [x for t in tensors for x in ((None, None, None) if t is None else (t.shape, t.stride(), t.dtype))]
+    _fused_launch(*metas, q.device, common_device(tensors), options)(*tensors)
+
+
+@lru_cache(maxsize=4096)
+def _fused_launch(*key: object) -> Callable[..., None]:
+    """Checks of one kind of call, and what runs it: called with the tensors of `_fused_decode`."""
+    metas = [None if key[i] is None else Layout(*key[i : i + 3]) for i in range(0, 48, 3)]
+    device, _, (norm_eps, *options, backend) = key[48:]
+    q, k, v, gate, beta, out, A_log, dt_bias, pool, index, accepted, output_gate, norm_weight, conv_weight, conv_bias, conv_pool = metas
+    base = check_decode(q, k, v, gate, beta, out, A_log, dt_bias, pool, index, accepted, None, Options(*options), device)
+    problem = check_step(base, output_gate, norm_weight, conv_weight, conv_bias, conv_pool, norm_eps)
+    if choose_backend(device, backend) == "torch":
+        return partial(serving_torch.fused_step, problem)
+    from openkda.portable.fused_step import fused_launch, why_not  # Triton may be absent where the torch path serves
+
+    reason = why_not(problem)
+    if reason is not None:
+        raise fail("v's shape", list(v.shape), f"smaller heads, or backend='torch': {reason}")
+    return fused_launch(problem, device)
+
+
+library.define(
+    "kda_fused_decode(Tensor q, Tensor k, Tensor v, Tensor gate, Tensor beta, Tensor(a!) out, Tensor? A_log, Tensor? dt_bias, "
+    "Tensor(b!) state_pool, Tensor state_indices, Tensor? num_accepted, Tensor output_gate, Tensor norm_weight, Tensor conv_weight, "
+    "Tensor? conv_bias, Tensor(c!) conv_pool, float norm_eps, float? lower_bound, float? scale, int pad_slot, bool verify, bool qk_l2norm, "
+    "bool neg_eigval, bool state_v_first, str? backend) -> ()"
+)
+for _key in ("CPU", "CUDA"):
+    library.impl("kda_fused_decode", lambda *args: _fused_decode(args[:16], args[16:]), _key)
+torch.library.register_fake("openkda::kda_fused_decode", lambda *args: None, lib=library)
