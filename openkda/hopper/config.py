@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -65,7 +65,19 @@ def base_tiles(problem: Problem, shape: dict, **changes: object) -> Tiles:
         beta="given" if not p.beta_sigmoid else "twice" if p.neg_eigval else "sigmoid",
         level="always" if exact else "never" if p.bounded else "guard", kg=exact or not p.bounded,
     )  # fmt: skip
-    return Tiles(**{**fields, **shape, **changes})
+    tiles = Tiles(**{**fields, **shape, **changes})
+    per_slot = slot_bytes(tiles, p.gate_dtype.itemsize)
+    return replace(tiles, slots=min(tiles.slots, (SHARED_BYTES - 2 * BLOCK * tiles.R * 2 - RESERVED_BYTES) // per_slot))
+
+
+SHARED_BYTES = 227 * 1024  # shared memory of a block
+RESERVED_BYTES = 4096  # exchanges between warps, barriers, alignment
+
+
+def slot_bytes(tiles: Tiles, gate_bytes: int) -> int:
+    """Shared memory of one ring slot (tiles.py, Ring)"""
+    t = tiles
+    return 4 * BLOCK * t.K * 2 + STEP * t.K * gate_bytes + STEP * t.R * 2 + 4 * BLOCK * BLOCK * 2 + 2 * t.K * 4 + 4 * BLOCK * 4
 
 
 def choose(problem: Problem) -> Config:

@@ -16,7 +16,7 @@ from __future__ import annotations
 from openkda.hopper.compat import fence_async_shared, gl, gluon, mbarrier, mma_v2, tma, warpgroup_mma, warpgroup_mma_wait
 from openkda.hopper.decay import decay_constants, log2_decay, neutral_gate
 from openkda.hopper.levels import level_scores, lowest_by_row, pair_scores, product_limit
-from openkda.hopper.tiles import add, block_layout, channel_layout, ex2, group_layout, last, rsqrt, scaled_exp2, to_f32
+from openkda.hopper.tiles import add, block_layout, channel_layout, ex2, group_layout, last, rcp, rsqrt, scaled_exp2, to_f32
 
 
 @gluon.jit
@@ -63,19 +63,26 @@ def clear_tail(kq, g, v, valid, T: gl.constexpr):
 
 
 @gluon.jit
-def load_beta(src, work, row, T: gl.constexpr):
-    """beta of a step's rows as [4, 16, 1] (each block twice, for its k and its q rows); 0 past the segment's end"""
+def load_beta(src, work, it):
+    """(raw beta, in range) of the rows of step `it` as [4, 16, 1]: each block twice, for its k and its q rows"""
     mma: gl.constexpr = block_layout()
     b = gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(2, mma)))[:, None, None]
     i = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, mma)))[None, :, None]
-    at = row + (b // 2) * 16 + i
-    live = at < work.end
-    x = gl.load(src.beta_ptr + at.to(gl.int64) * src.HV + work.head, mask=live, other=0.0).to(gl.float32)
-    if T.beta == "given":
-        return x
-    else:
+    row = (b // 2) * 16 + i
+    first = work.start + it * 32
+    base = src.beta_ptr + first.to(gl.int64) * src.HV + work.head
+    live = row < work.end - first
+    return gl.load(base + row * src.HV, mask=live, other=0.0), live
+
+
+@gluon.jit
+def activate_beta(x, live, T: gl.constexpr):
+    """beta of a step's rows from its raw values, 0 past the segment's end"""
+    x = x.to(gl.float32)
+    if T.beta != "given":
         top: gl.constexpr = 2.0 if T.beta == "twice" else 1.0
-        return gl.where(live, top / (1.0 + ex2(x * -1.4426950408889634)), 0.0)
+        x = top * rcp(1.0 + ex2(x * -1.4426950408889634))
+    return gl.where(live, x, 0.0)
 
 
 @gluon.jit
@@ -207,10 +214,12 @@ def prep_role(ring, src, work, columns, first: gl.constexpr, T: gl.constexpr):
     if first < work.steps:
         load_step(ring, src, work, first + work.steps * 0, T)
     consts = decay_constants(src, work, T)
+    raw, live = load_beta(src, work, first + work.steps * 0)
     for turn in range((work.steps + preps - 1 - first) // preps):
         it = turn * preps + first
         slot = it % slots
-        beta = load_beta(src, work, work.start + it * 32, T)
         mbarrier.wait(ring.full.index(slot), (it // slots) & 1)
+        beta = activate_beta(raw, live, T)
+        raw, live = load_beta(src, work, it + preps)  # a turn ahead: nothing waits for it
         prepare_step(ring, src, work, it, columns, beta, consts, T)
         mbarrier.arrive(ring.ready.index(slot), count=1)
