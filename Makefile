@@ -2,6 +2,7 @@
 # Other interpreter: make PYTHON=python3.12 test. A CUDA build of torch brings its own Triton; the CPU build brings none.
 
 PYTHON ?= python3
+WORKERS ?= 2
 TORCH := torch==2.13.0
 TRITON := triton==3.6.0
 
@@ -27,8 +28,9 @@ $(STAMP): pyproject.toml constraints.txt Makefile
 demo: $(STAMP)
 	.venv/bin/openkda run $(RECORDING) --out out/kda_layer_out.safetensors --plot out
 
+# One torch thread per worker: two workers of two threads each are slower than this on two cores.
 test: $(STAMP)
-	$(PY) -m pytest -n 2 --dist worksteal --cov --cov-report=term --cov-report=xml -q
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist worksteal --cov --cov-report=term --cov-report=xml -q
 
 lint: $(STAMP)
 	$(PY) -m ruff check .

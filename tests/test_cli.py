@@ -19,6 +19,8 @@ from openkda.cli.app import app
 from openkda.cli.draw import draw_mapping
 from openkda.cli.pipeline import chunk_count, launch, mapping, stages
 from openkda.cli.recording import FLAGS, NUMBERS, OPTIONAL, REQUIRED, read, write
+from openkda.model import KDAConfig, KDAForCausalLM
+from openkda.ops import chunk_kda
 from openkda.testing import make_case
 
 CASES = {
@@ -217,6 +219,24 @@ def test_an_interrupt_leaves_nothing_behind(tmp_path, sent, code):
     _, errors = process.communicate(timeout=100)
     assert process.returncode == code and "Traceback" not in errors, errors
     assert [p.name for p in tmp_path.iterdir()] == ["in.safetensors"]
+
+
+def test_run_through_a_layer_of_a_checkpoint(tmp_path):
+    config = KDAConfig(vocab_size=32, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_heads=2, head_dim=16)
+    model = KDAForCausalLM(config)
+    model.save_pretrained(tmp_path / "model")
+    path, out = tmp_path / "hidden.safetensors", tmp_path / "o.safetensors"
+    hidden = torch.randn(1, 40, 32)
+    write(path, {"hidden_states": hidden}, {"text": "a text"})
+    openkda("run", path, "--checkpoint", tmp_path / "model", "--layer", 1, "--out", out, "--device", "cpu")
+    mixer = model.model.layers[1].self_attn
+    expected, _ = chunk_kda(**mixer.kernel_inputs(hidden))
+    torch.testing.assert_close(load_file(out)["o"], expected)
+    assert "belong together" in refused("run", path, "--layer", 1)
+    assert "layer=7 is no KDA layer" in refused("run", path, "--checkpoint", tmp_path / "model", "--layer", 7)
+    assert "holds neither" in refused("run", path, "--checkpoint", tmp_path, "--layer", 1)
+    write(path, {"hidden_states": hidden[..., :9]}, {})
+    assert "hidden_states's shape in" in refused("run", path, "--checkpoint", tmp_path / "model", "--layer", 1)
 
 
 def test_recordings_survive_a_round_trip(recording):

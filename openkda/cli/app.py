@@ -30,11 +30,16 @@ def run(
     device: Device = None,
     check: Annotated[bool, typer.Option(help="compare with the token recurrence in fp64")] = True,
     plot: Annotated[Path | None, typer.Option(help="directory for pictures, or one .png file for all of them")] = None,
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="folder of a model: INPUT holds hidden_states, which pass through --layer")
+    ] = None,
+    layer: Annotated[int | None, typer.Option(help="number of a KDA layer of --checkpoint")] = None,
 ) -> None:
     """Run KDA on recorded tensors: time, errors, results, pictures."""
     from openkda.cli.run import run as work
 
-    if not work(recording, out=out, backend=backend, device=torch_device(device), check=check, plot=plot):
+    options = dict(out=out, backend=backend, check=check, plot=plot, checkpoint=checkpoint, layer=layer)
+    if not work(recording, device=torch_device(device), **options):
         raise typer.Exit(CHECK_FAILED)
 
 

@@ -6,7 +6,8 @@ A recording holds the tensors of one chunk_kda call under the names of its argum
     optional: A_log [HV], dt_bias [HV * K], initial_state [N, HV, K, V], cu_seqlens [N + 1]
     metadata: the flags in FLAGS as "true" or "false" (default "false"), lower_bound and scale as numbers or "none"
 
-Other metadata is provenance: shown, copied to the results, never interpreted.
+Other metadata is provenance: shown, copied to the results, never interpreted. A file with hidden_states [B, T, hidden_size] alone becomes a
+recording through a layer of a checkpoint (`through_layer`).
 """
 
 from __future__ import annotations
@@ -60,12 +61,7 @@ class Recording:
 
 def read(path: Path) -> Recording:
     """The recording in `path`. BadInput, in one sentence naming the tensor, for a file or a value that cannot be used."""
-    metadata = _check_header(path)
-    try:
-        with safe_open(path, framework="pt", device="cpu") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
-    except (SafetensorError, OSError) as error:
-        raise BadInput(f"{path} cannot be read as safetensors: {error}") from error
+    tensors, metadata = _load(path, REQUIRED, OPTIONAL)
     options = {name: _flag(path, name, metadata.get(name, "false")) for name in FLAGS}
     options |= {name: _number(path, name, metadata.get(name, "none")) for name in NUMBERS}
     provenance = {name: text for name, text in metadata.items() if name not in (*FLAGS, *NUMBERS)}
@@ -76,8 +72,36 @@ def read(path: Path) -> Recording:
     return recording
 
 
-def _check_header(path: Path) -> dict[str, str]:
-    """The metadata of a file whose header is whole, names what KDA needs in dtypes we know, and whose data lies inside the file."""
+def through_layer(path: Path, checkpoint: Path, layer: int) -> Recording:
+    """What KDA layer `layer` of a checkpoint computes on for the hidden states in `path`. BadInput where either cannot be used."""
+    from openkda.convert import load_kda_layer
+
+    tensors, provenance = _load(path, ("hidden_states",), ())
+    x = tensors["hidden_states"]  # [B, T, hidden_size]
+    _check_values(path, "hidden_states", x, log_decay=False)
+    with refusals():
+        mixer = load_kda_layer(checkpoint, layer)
+    if x.ndim != 3 or x.shape[-1] != mixer.hidden_size:
+        raise BadInput(f"hidden_states's shape in {path} is {list(x.shape)}; it must be [B, T, {mixer.hidden_size}] for that checkpoint")
+    with torch.no_grad():
+        call = mixer.kernel_inputs(x.to(mixer.q_proj.weight.dtype))
+    tensors = {name: t.detach() for name, t in call.items() if name in (*REQUIRED, *OPTIONAL) and t is not None}
+    options = {name: call.get(name, False) for name in FLAGS} | {name: call.get(name) for name in NUMBERS}
+    return Recording(path, tensors, options, {**provenance, "checkpoint": str(checkpoint), "layer": str(layer)})
+
+
+def _load(path: Path, required: tuple[str, ...], optional: tuple[str, ...]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Tensors and metadata of a whole, well-formed file with just these tensors."""
+    metadata = _check_header(path, required, optional)
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}, metadata  # noqa: SIM118 - not a dict
+    except (SafetensorError, OSError) as error:
+        raise BadInput(f"{path} cannot be read as safetensors: {error}") from error
+
+
+def _check_header(path: Path, required: tuple[str, ...], optional: tuple[str, ...]) -> dict[str, str]:
+    """The metadata of a file whose header is whole, names what is needed in dtypes we know, and whose data lies inside the file."""
     try:
         size = path.stat().st_size
         if not path.is_file():
@@ -94,12 +118,12 @@ def _check_header(path: Path) -> dict[str, str]:
     if not isinstance(header, dict) or not all(isinstance(entry, dict) for entry in header.values()):
         raise BadInput(f"{path} is not a safetensors file: its header is no table of tensors")
     metadata = header.pop("__metadata__", {})
-    for name in REQUIRED:
+    for name in required:
         if name not in header:
-            raise BadInput(f"{path} has no tensor {name}; a recording needs {', '.join(REQUIRED)}")
+            raise BadInput(f"{path} has no tensor {name}; it must have {', '.join(required)}")
     for name, entry in header.items():
-        if name not in (*REQUIRED, *OPTIONAL):
-            raise BadInput(f"{path} has a tensor {name}, which is none of {', '.join((*REQUIRED, *OPTIONAL))}")
+        if name not in (*required, *optional):
+            raise BadInput(f"{path} has a tensor {name}, which is none of {', '.join((*required, *optional))}")
         if entry.get("dtype") not in DTYPES:
             raise BadInput(f"{name}'s dtype in {path} is {entry.get('dtype')}; it must be one of {', '.join(DTYPES)}")
         end = entry.get("data_offsets", [0, 0])[1]

@@ -110,12 +110,19 @@ def compare(measured: Measurement, exact: tuple[torch.Tensor, ...], twin: tuple[
     return checks
 
 
-def run(path: Path, *, out: Path | None, backend: str | None, device: torch.device, check: bool, plot: Path | None) -> bool:
+def run(
+    path: Path, *, out: Path | None, backend: str | None, device: torch.device, check: bool, plot: Path | None, checkpoint: Path | None,
+    layer: int | None,
+) -> bool:  # fmt: skip
     """Run the recording in `path` and report. Returns False when an output is further from the recurrence than it may be.
 
-    out: file for o and final_state, default NAME_out.safetensors in the working directory. plot: a directory for one picture per subject,
-    or a .png file for all in one. Raises BadInput for anything in the file or the options that cannot be used."""
-    recorded = files.read(path)
+    checkpoint, layer: `path` holds hidden states, which pass through the projections of that layer first.
+    out: file for o and final_state, default NAME_out.safetensors in the working directory.
+    plot: a directory for one picture per subject, or a .png file for all in one.
+    Raises BadInput for anything in the file or the options that cannot be used."""
+    if (checkpoint is None) != (layer is None):
+        raise BadInput("--checkpoint and --layer belong together; give both or neither")
+    recorded = files.read(path) if checkpoint is None else files.through_layer(path, checkpoint, layer)
     problem, _ = recorded.described(device)
     with refusals():
         name = backends.choose(problem, backend)
