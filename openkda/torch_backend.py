@@ -113,8 +113,7 @@ def _segment(
     row = G.exp()
     last = row[..., -1:, :]  # [NT, heads, 1, K] decay of a whole chunk
     unsafe = _unsafe_chunks(last)
-    bounded = row if unsafe is None else row.clamp(min=math.exp(-SAFE_SPAN))
-    ki = torch.div(torch.tensor(1 / SHIFT, dtype=row.dtype), bounded) * k  # in this order: the first factor's layout, contiguous
+    ki = _inverse_rows(row, G, unsafe) * k  # in this order: the first factor's layout, contiguous
     kg = ki * (last * SHIFT)
     qk = _stack_rows(q, k, row)  # [NT, heads, 2C, K]: q exp(G), k exp(G)
     scores = _batched(torch.bmm, qk, ki.mT)  # [NT, heads, 2C, C], less SHIFT
@@ -132,6 +131,16 @@ def _segment(
     o = _batched(torch.baddbmm, read, Aqk, r, beta=-scale, alpha=scale * SHIFT)
     o = o.unflatten(1, (B, HV)).permute(1, 0, 3, 2, 4).flatten(1, 2)[:, :T]  # [B, T, HV, V]
     return o, S.unflatten(0, (B, HV)), [x.unflatten(0, (B, HV)) for x in entries]
+
+
+def _inverse_rows(row: torch.Tensor, G: torch.Tensor, unsafe: torch.Tensor | None) -> torch.Tensor:
+    """exp(-G) / SHIFT, where row = exp(G); rows beyond SAFE_SPAN are held at it, their scores come from elsewhere.
+
+    A quotient saves the exponential, but its gradient passes through exp(-2G), which overflows: under autograd it is the exponential."""
+    if torch.is_grad_enabled():
+        return (-(G if unsafe is None else G.clamp(min=-SAFE_SPAN))).exp() / SHIFT
+    bounded = row if unsafe is None else row.clamp(min=math.exp(-SAFE_SPAN))
+    return torch.div(torch.tensor(1 / SHIFT, dtype=row.dtype), bounded)
 
 
 def _chunks(x: torch.Tensor) -> torch.Tensor:
