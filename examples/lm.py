@@ -16,6 +16,7 @@ import json
 import sys
 import sysconfig
 from datetime import datetime, timezone
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -26,6 +27,7 @@ import openkda
 from openkda.model import KDAConfig, KDAForCausalLM
 
 
+@lru_cache(maxsize=2)
 def corpus(held_out: bool) -> bytes:
     """The standard library's modules, one after another; a twentieth of the files (by hash of the name) is held out."""
     root = Path(sysconfig.get_paths()["stdlib"])

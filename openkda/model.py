@@ -96,9 +96,9 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        y = x.float()
+        y = x.to(torch.promote_types(x.dtype, torch.float32))
         y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)
-        return (y * self.weight.float()).to(x.dtype)
+        return (y * self.weight).to(x.dtype)
 
 
 class MLP(nn.Module):

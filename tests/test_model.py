@@ -1,0 +1,214 @@
+"""The Hugging Face model: cache against one-shot runs, generation, masks, packing, saving and loading, training options."""
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from openkda.model import CACHE_NAME, KDAConfig, KDAForCausalLM, KDAModel, KDAModelCache
+
+LINEAR, FULL = "linear_attention", "full_attention"
+LAYERS = {"kda": [LINEAR, LINEAR], "hybrid": [LINEAR, FULL], "softmax": [FULL, FULL], "one": [LINEAR]}
+MIXES = ("kda", "hybrid", "softmax")
+POSITIONS = [("kda", None), ("hybrid", None), ("hybrid", 100.0), ("softmax", 100.0)]
+
+
+def small_model(mix: str = "hybrid", **options) -> KDAForCausalLM:
+    """Two blocks in fp64, so that equivalences hold tightly; weights large enough that logits differ clearly."""
+    torch.manual_seed(0)
+    config = KDAConfig(
+        vocab_size=31, hidden_size=16, intermediate_size=24, num_hidden_layers=len(LAYERS[mix]), layer_types=LAYERS[mix],
+        num_heads=2, head_dim=8, num_attention_heads=4, num_key_value_heads=2, attention_head_dim=6, initializer_range=0.3,
+        pad_token_id=0, **options,
+    )  # fmt: skip
+    return KDAForCausalLM(config).double().eval()
+
+
+def tokens(*shape: int, seed: int = 1) -> torch.Tensor:
+    return torch.randint(1, 31, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def cache_of(output):
+    return getattr(output, CACHE_NAME)
+
+
+@pytest.mark.parametrize(("mix", "rope_theta"), POSITIONS)
+@pytest.mark.parametrize("pieces", [[1] * 11, [4, 1, 6]])
+def test_cache_equals_the_full_forward(mix, rope_theta, pieces):
+    model, ids = small_model(mix, rope_theta=rope_theta), tokens(2, 11)
+    with torch.no_grad():
+        whole = model(ids, use_cache=False)
+        assert cache_of(whole) is None
+        cache, parts = None, []
+        for piece in ids.split(pieces, 1):
+            output = model(piece, **{CACHE_NAME: cache}, use_cache=True)
+            cache = cache_of(output)
+            parts.append(output.logits)
+        torch.testing.assert_close(torch.cat(parts, 1), whole.logits, rtol=1e-9, atol=1e-9)
+        assert cache.get_seq_length() == 11
+        torch.testing.assert_close(model(ids, logits_to_keep=3).logits, whole.logits[:, -3:])
+
+
+def test_transformers_own_cache_serves():
+    model, ids = small_model("hybrid"), tokens(2, 9)
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        parts = [model(piece, **{CACHE_NAME: cache}).logits for piece in ids.split([4, 5], 1)]
+        torch.testing.assert_close(torch.cat(parts, 1), model(ids).logits, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize(("mix", "rope_theta"), POSITIONS)
+def test_padding_changes_nothing(mix, rope_theta):
+    model, ids, follow = small_model(mix, rope_theta=rope_theta), tokens(3, 12), tokens(3, 2, seed=2)
+    mask = torch.ones(3, 12, dtype=torch.long)
+    mask[0, :5], mask[1, 8:] = 0, 0
+    with torch.no_grad():
+        output = model(ids, attention_mask=mask, use_cache=True)
+        wide = torch.cat([mask, torch.ones(3, 2, dtype=torch.long)], 1)
+        after = model(follow, attention_mask=wide, **{CACHE_NAME: cache_of(output)}).logits
+        for n in range(3):
+            row = torch.cat([ids[n : n + 1, mask[n].bool()], follow[n : n + 1]], 1)
+            alone = model(row, use_cache=False).logits
+            torch.testing.assert_close(output.logits[n : n + 1, mask[n].bool()], alone[:, :-2], rtol=1e-9, atol=1e-9)
+            torch.testing.assert_close(after[n : n + 1], alone[:, -2:], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_packed_documents_equal_each_alone(mix):
+    model, ids, lengths = small_model(mix, rope_theta=100.0), tokens(1, 17), [4, 1, 12]
+    bounds = torch.tensor([0, *lengths]).cumsum(0).int()
+    with torch.no_grad():
+        packed = model(ids, cu_seqlens=bounds).logits.split(lengths, 1)
+        for piece, logits in zip(ids.split(lengths, 1), packed):
+            torch.testing.assert_close(logits, model(piece).logits, rtol=1e-9, atol=1e-9)
+    with pytest.raises(ValueError, match="excludes attention_mask and a cache"):
+        model(ids, cu_seqlens=bounds, attention_mask=torch.ones(1, 17))
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_generate_greedy_equals_argmax_of_full_forwards(mix):
+    model, ids = small_model(mix), tokens(2, 7)
+    expected = ids
+    with torch.no_grad():
+        for _ in range(5):
+            expected = torch.cat([expected, model(expected, use_cache=False).logits[:, -1:].argmax(-1)], 1)
+    assert torch.equal(model.generate(ids, max_new_tokens=5, do_sample=False, eos_token_id=None), expected)
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_generate_by_beam_and_sampling_is_the_same_with_and_without_cache(mix):
+    model, ids = small_model(mix), tokens(2, 5)
+    ways = ({"num_beams": 3, "do_sample": False}, {"do_sample": True, "temperature": 0.7, "top_k": 5})
+    for way in ways:
+        found = []
+        for use_cache in (True, False):
+            torch.manual_seed(3)
+            found.append(model.generate(ids, max_new_tokens=4, use_cache=use_cache, eos_token_id=None, **way))
+        assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_generate_with_left_padding(mix):
+    model, ids = small_model(mix), tokens(2, 8)
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    found = model.generate(ids, attention_mask=mask, max_new_tokens=5, do_sample=False, eos_token_id=None)
+    alone = model.generate(ids[:1, 3:], max_new_tokens=5, do_sample=False, eos_token_id=None)
+    assert torch.equal(found[:1, 8:], alone[:, 5:])
+
+
+def test_generate_goes_on_from_a_cache():
+    model, ids = small_model("hybrid"), tokens(1, 9)
+    cache = KDAModelCache(model.config)
+    with torch.no_grad():
+        model(ids[:, :6], **{CACHE_NAME: cache})
+    mask = torch.ones_like(ids)
+    greedy = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "attention_mask": mask}
+    assert torch.equal(model.generate(ids, **{CACHE_NAME: cache}, **greedy), model.generate(ids, **greedy))
+    cache.reset()
+    assert cache.get_seq_length() == 0
+
+
+@pytest.mark.parametrize("options", [{}, {"tie_word_embeddings": True}, {"num_v_heads": 4, "output_gate_bias": True, "lower_bound": -5.0}])
+def test_save_and_load_are_bit_equal(tmp_path, options):
+    """transformers from 5 on once re-applied its initialisation to a loaded A_log (fault 36)."""
+    model = small_model("hybrid", **options).float()
+    model.save_pretrained(tmp_path)
+    again, info = KDAForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    assert again.config.layer_types == model.config.layer_types
+    state = again.state_dict()
+    assert set(state) == set(model.state_dict())
+    assert all(torch.equal(state[name], x) for name, x in model.state_dict().items())
+    assert (again.lm_head.weight is again.model.embed_tokens.weight) == bool(options.get("tie_word_embeddings"))
+    ids = tokens(2, 9)
+    assert torch.equal(again.eval()(ids).logits, model(ids).logits)
+
+
+def test_decay_parameters_stay_single_precision_when_loaded_in_sixteen_bit(tmp_path):
+    model = small_model("kda").float()
+    model.save_pretrained(tmp_path)
+    low = KDAForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    mixer = low.model.layers[0].self_attn
+    assert mixer.q_proj.weight.dtype == torch.bfloat16
+    assert torch.equal(mixer.A_log, model.model.layers[0].self_attn.A_log)
+    assert torch.equal(mixer.dt_bias, model.model.layers[0].self_attn.dt_bias)
+    assert torch.isfinite(low(tokens(1, 9)).logits).all()
+
+
+def test_fresh_weights_follow_the_published_initialisation():
+    torch.manual_seed(0)
+    model = KDAForCausalLM(KDAConfig(vocab_size=64, hidden_size=64, num_hidden_layers=1, layer_types=[LINEAR], num_heads=8, head_dim=16))
+    mixer = model.model.layers[0].self_attn
+    assert abs(mixer.q_proj.weight.std() - 0.02) < 0.002
+    assert mixer.A_log.exp().min() >= 1 and mixer.A_log.exp().max() <= 16
+    dt = torch.nn.functional.softplus(mixer.dt_bias)
+    assert dt.min() >= 0.99e-3 and dt.max() <= 1.01e-1
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_gradient_checkpointing_changes_no_gradient(reentrant):
+    model, ids = small_model("hybrid").train(), tokens(2, 15)
+
+    def gradients():
+        model.zero_grad()
+        model(ids, labels=ids).loss.backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    plain = gradients()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    assert model.model.layers[0].gradient_checkpointing
+    for a, b in zip(plain, gradients(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+
+
+def test_compiled_model_computes_the_same():
+    model, ids = small_model("one"), tokens(2, 5)
+    compiled = torch.compile(model, backend="eager")
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(ids, use_cache=False).logits, model(ids, use_cache=False).logits, rtol=1e-9, atol=1e-9)
+
+
+def test_loss_is_the_shifted_cross_entropy():
+    model, ids = small_model("kda"), tokens(2, 9)
+    labels = ids.clone()
+    labels[0, :4] = -100
+    logits = model(ids).logits
+    terms = [-logits[b, t].log_softmax(-1)[ids[b, t + 1]] for b in range(2) for t in range(8) if labels[b, t + 1] != -100]
+    torch.testing.assert_close(model(ids, labels=labels).loss.double(), torch.stack(terms).mean(), rtol=1e-5, atol=1e-6)
+
+
+def test_hidden_states_and_embeddings_as_input():
+    model, ids = small_model("hybrid"), tokens(1, 6)
+    output = model(ids, output_hidden_states=True)
+    assert [x.shape for x in output.hidden_states] == [(1, 6, 16)] * 3
+    torch.testing.assert_close(model(inputs_embeds=model.model.embed_tokens(ids)).logits, output.logits)
+    with pytest.raises(ValueError, match="exactly one of input_ids and inputs_embeds"):
+        KDAModel(model.config)()
+
+
+def test_configuration():
+    assert KDAConfig(num_hidden_layers=5).layer_types == [LINEAR] * 3 + [FULL, LINEAR]
+    with pytest.raises(ValueError, match=r"layer_types must name .* num_hidden_layers=2 layers, got"):
+        KDAConfig(num_hidden_layers=2, layer_types=[LINEAR])
+    with pytest.raises(ValueError, match=r"got .*mamba"):
+        KDAConfig(num_hidden_layers=1, layer_types=["mamba"])
