@@ -1,8 +1,9 @@
 """Gradients of calls that run on kernels: what is saved, what is recomputed, who computes the backward.
 
-The torch backend is differentiable as it stands and never comes here. For the others the forward saves its inputs only. The backward runs
-on the first backend that has gradient kernels for the problem (`backends.choose_backward`); the torch backend, which serves everything,
-recomputes the forward and lets autograd differentiate it.
+The torch backend is differentiable as it stands and never comes here. For the others the forward saves its inputs and o, and with
+disable_recompute the intermediates too, where the backend that will compute the gradients is the one that runs the forward and can `keep`
+them. The backward runs on the first backend that has gradient kernels for the problem (`backends.choose_backward`); the torch backend,
+which serves everything, recomputes the forward and lets autograd differentiate it.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from dataclasses import fields
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from openkda import backends
 from openkda.problem import Inputs, Problem
@@ -19,31 +21,48 @@ CONSTANTS = tuple(f.name for f in fields(Inputs) if f.name not in TENSORS)
 
 
 class ChunkKDA(torch.autograd.Function):
-    """apply(problem, backend, inputs, *[inputs.name for name in TENSORS]) -> (o, final_state or None)."""
+    """apply(problem, backend, disable_recompute, inputs, *[inputs.name for name in TENSORS]) -> (o, final_state or None)."""
 
     @staticmethod
-    def forward(ctx, problem: Problem, backend: str, inputs: Inputs, *tensors: torch.Tensor | None):
-        o, final_state, _ = backends.module(backend).forward(problem, inputs)
+    def forward(ctx, problem: Problem, backend: str, disable_recompute: bool, inputs: Inputs, *tensors: torch.Tensor | None):
+        kept = ()
+        if disable_recompute and backends.choose_backward(problem, backend) == backend:
+            o, final_state, kept = backends.module(backend).keep(problem, inputs)
+        else:
+            o, final_state, _ = backends.module(backend).forward(problem, inputs)
         ctx.problem, ctx.backend = problem, backend
         ctx.constants = {name: getattr(inputs, name) for name in CONSTANTS}
-        ctx.save_for_backward(*tensors)
+        ctx.save_for_backward(*tensors, o, *kept)
+        ctx.set_materialize_grads(False)
         return o, final_state
 
     @staticmethod
-    def backward(ctx, do: torch.Tensor, dfinal_state: torch.Tensor | None):
-        problem = ctx.problem
-        inputs = Inputs(**dict(zip(TENSORS, ctx.saved_tensors)), **ctx.constants)
-        needs = ctx.needs_input_grad[3:]
-        name = backends.choose_backward(problem, ctx.backend)
-        if name == "torch":
-            grads = recompute_with_autograd(problem, inputs, needs, do, dfinal_state)
-        else:
-            grads = backends.module(name).backward(problem, inputs, needs, do, dfinal_state)
-        return None, None, None, *grads
+    @once_differentiable
+    def backward(ctx, do: torch.Tensor | None, dfinal_state: torch.Tensor | None):
+        saved = ctx.saved_tensors
+        inputs = Inputs(**dict(zip(TENSORS, saved)), **ctx.constants)
+        o, kept = saved[len(TENSORS)], saved[len(TENSORS) + 1 :]
+        grads = gradients(ctx.problem, ctx.backend, inputs, ctx.needs_input_grad[4:], o, do, dfinal_state, kept)
+        return None, None, None, None, *grads
+
+
+def gradients(
+    problem: Problem, forward: str, inputs: Inputs, needs: tuple[bool, ...], o: torch.Tensor, do: torch.Tensor | None,
+    dfinal_state: torch.Tensor | None, kept: tuple[torch.Tensor, ...] = (),
+) -> list[torch.Tensor | None]:  # fmt: skip
+    """Gradients of TENSORS (None where not needed) of a call whose forward ran on backend `forward` and gave o [B, T, HV, V].
+
+    do, dfinal_state: gradients of o and final_state, None for zero; kept: what the backend's `keep` returned, if it ran."""
+    if do is None and dfinal_state is None:
+        return [None] * len(needs)
+    name = backends.choose_backward(problem, forward)
+    if name == "torch":
+        return recompute_with_autograd(problem, inputs, needs, do, dfinal_state)
+    return backends.module(name).backward(problem, inputs, needs, o, do, dfinal_state, kept)
 
 
 def recompute_with_autograd(
-    problem: Problem, inputs: Inputs, needs: tuple[bool, ...], do: torch.Tensor, dfinal_state: torch.Tensor | None
+    problem: Problem, inputs: Inputs, needs: tuple[bool, ...], do: torch.Tensor | None, dfinal_state: torch.Tensor | None
 ) -> list[torch.Tensor | None]:
     """Gradients of TENSORS (None where not needed) by running the torch backend under autograd."""
     leaves = [

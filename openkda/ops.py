@@ -96,7 +96,7 @@ def chunk_kda(
         with torch.set_grad_enabled(problem.needs_grad and not return_intermediate_states):
             o, final_state, h = backends.module(name).forward(problem, inputs)
         return (o, final_state, h) if return_intermediate_states else (o, final_state)
-    return ChunkKDA.apply(problem, name, inputs, *(getattr(inputs, n) for n in TENSORS))
+    return ChunkKDA.apply(problem, name, disable_recompute, inputs, *(getattr(inputs, n) for n in TENSORS))
 
 
 def fused_recurrent_kda(

@@ -8,7 +8,8 @@ fp16 problems run in fp32: products of two gradients-to-be leave fp16's range at
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
@@ -25,8 +26,7 @@ from openkda.portable.wy import prepare
 from openkda.problem import Inputs, Problem
 
 
-@dataclass(frozen=True)
-class Kept:
+class Kept(NamedTuple):
     """What the backward needs beyond the inputs; recomputed, or kept from the forward (disable_recompute)."""
 
     G: torch.Tensor  # [B, T, HV, K] fp32
@@ -88,12 +88,12 @@ def keep(problem: Problem, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor |
 
 def backward(
     problem: Problem, inputs: Inputs, needs: tuple[bool, ...], o: torch.Tensor, do: torch.Tensor | None,
-    dfinal_state: torch.Tensor | None, kept: Kept | None = None,
+    dfinal_state: torch.Tensor | None, kept: tuple[torch.Tensor, ...] | None = None,
 ) -> list[torch.Tensor | None]:  # fmt: skip
     """Gradients of q, k, v, g, beta, A_log, dt_bias, initial_state; None where `needs` is False.
 
     Args: o [B, T, HV, V], the forward's result; do (o's shape), dfinal_state (problem.state_shape), either None for zero; kept from
-    `keep`, or None to recompute. Gradients come in their inputs' dtypes; sums over tokens run in fp32 in a fixed order."""
+    `keep`, or nothing to recompute. Gradients come in their inputs' dtypes; sums over tokens run in fp32 in a fixed order."""
     given = inputs
     problem, inputs = in_range(problem, inputs)
     do = torch.zeros_like(o, dtype=problem.dtype) if do is None else do.to(problem.dtype)
@@ -102,8 +102,7 @@ def backward(
     need_q, need_k, need_v, need_g, need_beta, need_A, need_bias, need_state = needs
     pairs = need_q or need_k or need_g or need_A or need_bias
     tokens = pairs or need_v or need_beta
-    if kept is None:
-        kept = compute(problem, config, plan, inputs, scan=tokens)
+    kept = Kept(*kept) if kept else compute(problem, config, plan, inputs, scan=tokens)
     dh, dr, dS0 = reverse_scan(
         problem, config, plan, kept.w, kept.kg, kept.qg, kept.G, kept.Aqk, do, dfinal_state, tokens=tokens, initial_state=need_state
     )
@@ -113,15 +112,13 @@ def backward(
     new = lambda like, dtype: create(like.shape, dtype=dtype, device=like.device)
     if tokens:
         dv, dbeta = new(inputs.v, problem.dtype), new(inputs.beta, problem.beta_dtype)
-        dZ, dA = score_gradients(
-            problem, config, plan, kept.T, kept.r, dr, inputs.v, o, do, inputs.beta, kept.factors, dv, dbeta
-        )  # fmt: skip
+        groups = score_gradients(problem, config, plan, kept.T, kept.r, dr, inputs.v, o, do, inputs.beta, kept.factors, dv, dbeta)
     if pairs:
         of_heads = torch.float32 if problem.group > 1 else problem.dtype
         dq, dk, dg = new(inputs.g, of_heads), new(inputs.g, of_heads), new(inputs.g, problem.gate_dtype)
         dA_log, ddt_bias = input_gradients(
             problem, config, plan, inputs.q, inputs.k, inputs.g, inputs.A_log, inputs.dt_bias, kept.G, kept.factors, kept.h, dh, kept.r, do,
-            dv, dZ, dA, dq, dk, dg,
+            dv, groups, dq, dk, dg,
         )  # fmt: skip
         if problem.group > 1:
             dq, dk = (x.unflatten(2, (problem.H, problem.group)).sum(3) for x in (dq, dk))

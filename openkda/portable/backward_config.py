@@ -31,7 +31,7 @@ class BackwardConfig:
 def configure_backward(problem: Problem) -> BackwardConfig:
     """The launch configuration of `problem`'s gradients."""
     wide = problem.dtype == torch.float32
-    chunk = 32 if wide or shared_limit(problem.capability) < 128 * 1024 else 64  # 64 halves the traffic of h and dh
+    chunk = 32
     K, V = pad(problem.K), pad(problem.V)
     forward = configure(problem.replace(return_intermediate_states=True, chunk_size=chunk))
     scan_block_v = scan_block(problem, K, V, wide)

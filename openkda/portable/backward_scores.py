@@ -5,8 +5,13 @@
     dbeta_r = N_rr / beta_r^2
     q.dq = o.do                   k.dk = 2 beta dbeta - v.dv       the row sums that the L2 norms' gradients need
 
-dZ and dA leave as scores of the raw q and k (norms and scale multiplied in), mirrored into both triangles: what the next stage multiplies
-from either side is then a mask of one stored tile, never a transpose.
+dZ and dA leave as scores of the raw q and k (norms and scale multiplied in), once per group of pairs (intra.py) and masked to it, so that
+the next stage multiplies tiles as they lie in memory. With i, j token rows of the chunk, a tile's element (i, j) is
+
+    Zu  dZ[j,i], i <= j      Zl  dZ[i,j], i >= j      Au  dA[j,i], i < j      Al  dA[i,j], i > j
+
+    "matrix"   Zu, Zl, Au, Al within blocks of 16, then Zu, Zl, Au + Al for level 16 (and 32)
+    "any"      the diagonal of dZ, then Zu, Zl, Au + Al for levels 1, 2, 4, 8, 16 (and 32)
 
 Grid (chunk, head); V is walked in blocks of BV. fp32 accumulators: two [C, C], one [C, BV].
 """
@@ -24,6 +29,37 @@ from openkda.problem import Problem
 
 
 @triton.jit
+def store_groups(ptr, dZ, dA, rows, C: tl.constexpr, FORM: tl.constexpr):
+    """Write the tiles of every group, [C, C] each, from the lower triangles dZ, dA."""
+    i = rows[:, None]
+    j = rows[None, :]
+    at = i * C + j
+    element = ptr.dtype.element_ty
+    Zl = dZ.to(element)
+    Zu = tl.trans(Zl)
+    Al = dA.to(element)
+    Au = tl.trans(Al)
+    if FORM == "any":
+        tl.store(ptr + at, tl.where(i == j, Zl, 0.0))
+        ptr += C * C
+        first: tl.constexpr = 0
+    else:
+        block = i // 16 == j // 16
+        tl.store(ptr + at, tl.where(block, Zu, 0.0))
+        tl.store(ptr + C * C + at, tl.where(block, Zl, 0.0))
+        tl.store(ptr + 2 * C * C + at, tl.where(block, Au, 0.0))
+        tl.store(ptr + 3 * C * C + at, tl.where(block, Al, 0.0))
+        ptr += 4 * C * C
+        first: tl.constexpr = 4
+    for level in tl.range(first, 6 if C > 32 else 5, num_stages=1):
+        pair = (i >> level + 1 == j >> level + 1) & (i >> level != j >> level)
+        tl.store(ptr + at, tl.where(pair & (i < j), Zu, 0.0))
+        tl.store(ptr + C * C + at, tl.where(pair & (i > j), Zl, 0.0))
+        tl.store(ptr + 2 * C * C + at, tl.where(pair, tl.where(i < j, Au, Al), 0.0))
+        ptr += 3 * C * C
+
+
+@triton.jit
 def score_gradients_kernel(
     T_ptr,  # [R, HV, C]
     r_ptr, dr_ptr,  # [R, HV, V]
@@ -33,15 +69,16 @@ def score_gradients_kernel(
     factors_ptr,  # [R, HV, 4] fp32: reads the norms' factors of q and k, writes factor^2 times the row sums q.dq and k.dk
     dv_ptr,  # [R, HV, V]
     dbeta_ptr,  # [R, HV]
-    dZ_ptr, dA_ptr,  # [R, HV, C]
+    groups_ptr,  # [NC, HV, groups, C, C]
     chunks_ptr,  # [NC, 4] int32
     v_row, v_head, do_row, do_head, beta_row,
     scale,
     HV: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BV: tl.constexpr,
-    SIGMOID: tl.constexpr, NEG: tl.constexpr, P: tl.constexpr,
+    SIGMOID: tl.constexpr, NEG: tl.constexpr, GROUPS: tl.constexpr, FORM: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
     h = tl.program_id(1).to(tl.int64)
-    first, length = chunk_bounds(chunks_ptr, tl.program_id(0))
+    c = tl.program_id(0).to(tl.int64)
+    first, length = chunk_bounds(chunks_ptr, c)
     if length <= 0:
         return
     rows = tl.arange(0, C)
@@ -83,25 +120,31 @@ def score_gradients_kernel(
         tl.store(factors_ptr + 3, rk * rk * (2.0 * beta_dbeta - v_dv), mask=live)
     dZ = tl.where(rows[:, None] >= i, dZ * (scale * rq)[:, None] * rk[None, :], 0.0)
     dA = tl.where(rows[:, None] > i, N * -rk[:, None] * rk[None, :], 0.0)
-    dZ += tl.trans(tl.where(rows[:, None] > i, dZ, 0.0))
-    dA += tl.trans(dA)
-    store_tile(dZ_ptr + at * C, dZ, rows, HV * C, rows, live, C, C)
-    store_tile(dA_ptr + at * C, dA, rows, HV * C, rows, live, C, C)
+    store_groups(groups_ptr + (c * HV + h) * (GROUPS * C * C), dZ, dA, rows, C, FORM)
+
+
+def group_tiles(form: str, C: int) -> int:
+    """Tiles per chunk that score_gradients writes for a form of pairs."""
+    levels = C.bit_length() - 1
+    return 1 + 3 * levels if form == "any" else 4 + 3 * (levels - 4)
 
 
 def score_gradients(
     problem: Problem, config: BackwardConfig, plan: Plan, T: torch.Tensor, r: torch.Tensor, dr: torch.Tensor, v: torch.Tensor,
     o: torch.Tensor, do: torch.Tensor, beta: torch.Tensor, factors: torch.Tensor, dv: torch.Tensor, dbeta: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Write dv [B, T, HV, V], dbeta [B, T, HV] and the last two of factors [B, T, HV, 4] fp32; return dZ, dA [B, T, HV, C].
+) -> torch.Tensor:  # fmt: skip
+    """Write dv [B, T, HV, V], dbeta [B, T, HV] and the last two of factors [B, T, HV, 4] fp32; return groups [NC, HV, tiles, C, C].
 
     Args: T, factors from `prepare`; r from state_scan; dr from reverse_scan; v, o, do [B, T, HV, V]; beta [B, T, HV]."""
-    dZ, dA = torch.empty_like(T), torch.empty_like(T)
+    form, C = config.forward.form, plan.chunk_size
+    tiles = group_tiles(form, C)
+    groups = torch.empty(plan.num_chunks, problem.HV, tiles, C, C, dtype=T.dtype, device=T.device)
     v, do, beta = as_rows(v), as_rows(do), as_rows(beta)
     if v.shape[0] and plan.num_chunks:
         score_gradients_kernel[(plan.num_chunks, problem.HV)](
-            T, r, dr, v, do, o.contiguous() if problem.qk_l2norm else None, beta, factors, dv, dbeta, dZ, dA, plan.chunks, v.stride(0),
-            v.stride(1), do.stride(0), do.stride(1), beta.stride(0), float(problem.scale), HV=problem.HV, V=problem.V, C=plan.chunk_size,
-            BV=config.block_v, SIGMOID=problem.beta_sigmoid, NEG=problem.neg_eigval, P=config.precision, num_warps=config.scores_warps,
+            T, r, dr, v, do, o.contiguous() if problem.qk_l2norm else None, beta, factors, dv, dbeta, groups, plan.chunks, v.stride(0),
+            v.stride(1), do.stride(0), do.stride(1), beta.stride(0), float(problem.scale), HV=problem.HV, V=problem.V, C=C,
+            BV=config.block_v, SIGMOID=problem.beta_sigmoid, NEG=problem.neg_eigval, GROUPS=tiles, FORM=form, P=config.precision,
+            num_warps=config.scores_warps,
         )  # fmt: skip
-    return dZ, dA
+    return groups
