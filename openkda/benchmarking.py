@@ -39,7 +39,9 @@ LOWER_BOUND = -5.0
 ORACLE_HEADS = 2  # heads whose results are held against the fp64 recurrence
 ORACLE_TOKENS = 8192  # longest call that is held against it
 _MIXED = (1300, 547, 2048, 963, 271, 3063)  # sequence lengths of mix6
-_NAME = re.compile(r"(?:T(\d+)|(\d+)x(\d+)|(mix6))_H(\d+)(?:_HV(\d+))?(?:_N(\d+))?(?:_D(\d+))?")
+_DOCUMENTS = tuple(round(20 * 200 ** (i * 37 % 64 / 63)) for i in range(64))  # of docs64: 20 to 4000 tokens, log-uniform, shuffled
+_NAMED = {"mix6": _MIXED, "docs64": _DOCUMENTS}
+_NAME = re.compile(r"(?:T(\d+)|(\d+)x(\d+)|(mix6|docs64))_H(\d+)(?:_HV(\d+))?(?:_N(\d+))?(?:_D(\d+))?")
 
 
 @dataclass(frozen=True)
@@ -55,13 +57,14 @@ class Shape:
     @staticmethod
     def parse(name: str) -> Shape:
         """T8192_H64: one sequence. T8192_H12_N4 or 4x2048_H12: four of 2048 tokens. mix6_H64: six of uneven length, 8192 tokens in all.
-        _HV sets the value heads (default H), _D the head dimension (default 128). ValueError for anything else."""
+        docs64_H32: 64 of 20 to 4000 tokens. _HV sets the value heads (default H), _D the head dimension (default 128). ValueError for
+        anything else."""
         found = _NAME.fullmatch(name)
         if not found:
             raise ValueError(f"shape is {name!r}; it must look like T8192_H64, T8192_H12_N4, 8x1024_H64 or mix6_H64")
-        T, n, each, mixed, H, HV, N, D = found.groups()
-        if mixed:
-            lengths = _MIXED
+        T, n, each, named, H, HV, N, D = found.groups()
+        if named:
+            lengths = _NAMED[named]
         elif n:
             lengths = (int(each),) * int(n)
         else:
@@ -182,9 +185,12 @@ class Row:
     eager_ms: float | None = None
     host_us: float | None = None
     host_split_us: dict[str, float] | None = None
+    forward_ms: float | None = None  # training: the forward alone, as eager_ms
     peak_mib: float | None = None  # memory of one call above its inputs
     err_o: float | None = None
     err_state: float | None = None
+    err_grads: dict[str, float] | None = None  # training: by input
+    gradients_by: str | None = None  # training, ours: the backend that computes the gradients
     bit_equal: bool | None = None
     error: str | None = None
 
@@ -234,11 +240,11 @@ class Cell:
         return dict(err_o=relative_error(mine[0], o), err_state=relative_error(mine[1], S))
 
 
-def measure(cell: Cell, impl: Implementation, *, split_host: bool = False) -> Row:
-    """Every clock on one implementation. A failure becomes the row's `error`; only an interrupt passes through."""
+def row_of(cell: Cell, impl: Implementation, floor: int, fill: Callable[[dict[str, object]], None]) -> Row:
+    """The row that `fill` completes, its fields given as a dictionary. A failure becomes the row's `error`; only an interrupt passes."""
     shape = cell.shape
     row = Row(shape.name, shape.tokens, len(shape.lengths), shape.H, shape.HV, shape.D, cell.regime, cell.gate, impl.name, impl.ours,
-              1e3 * floor_bytes(cell.problem) / cell.bandwidth)  # fmt: skip
+              1e3 * floor / cell.bandwidth)  # fmt: skip
     values = dict(row.__dict__)
     try:
         reason = impl.why_not(cell.problem)
@@ -246,34 +252,42 @@ def measure(cell: Cell, impl: Implementation, *, split_host: bool = False) -> Ro
             reason = "left out of this run for this shape"
         if reason is not None:
             return Row(**values | dict(error=reason))
-        _measure(cell, impl, split_host, values)
+        fill(values)
     except Exception as failure:
         lines = [line for line in str(failure).splitlines() if line.strip()] or [""]
         values["error"] = f"{type(failure).__name__}: {lines[0].strip()[:200]}"
     return Row(**values)
 
 
-def _measure(cell: Cell, impl: Implementation, split_host: bool, values: dict[str, object]) -> None:
-    cuda = cell.device.type == "cuda"
+def twice(call: Call, device: torch.device, values: dict[str, object]) -> tuple[torch.Tensor, ...]:
+    """Results of the first call, its time, and whether a second one gives the same bits; on a GPU also the memory of a third."""
+    cuda = device.type == "cuda"
     sync = torch.cuda.synchronize if cuda else lambda: None
-    call = impl.bind(cell.case.args)
     sync()
     start = time.perf_counter()
     result = call()
     sync()
     values["first_s"] = time.perf_counter() - start
-    values.update(cell.errors(result))
-    again = call()
-    values["bit_equal"] = all(torch.equal(a, b) for a, b in zip(result, again))
-    del result, again
-    if not cuda:
+    values["bit_equal"] = all(torch.equal(a, b) for a, b in zip(result, call()))
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        call()
+        values["peak_mib"] = (torch.cuda.max_memory_allocated() - before) / 2**20
+    return result
+
+
+def measure(cell: Cell, impl: Implementation, *, split_host: bool = False) -> Row:
+    """Every clock on the forward of one implementation."""
+    return row_of(cell, impl, floor_bytes(cell.problem), partial(_measure, cell, impl, split_host))
+
+
+def _measure(cell: Cell, impl: Implementation, split_host: bool, values: dict[str, object]) -> None:
+    call = impl.bind(cell.case.args)
+    values.update(cell.errors(twice(call, cell.device, values)))
+    if cell.device.type == "cpu":
         values["eager_ms"] = eager_ms(call, cell.device, calls=1, repeats=5)
         return
-    sync()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    call()
-    values["peak_mib"] = (torch.cuda.max_memory_allocated() - before) / 2**20
     values["eager_ms"] = eager_ms(call, cell.device)
     values["host_us"] = host_us(call)
     if split_host and impl.ours:
@@ -302,18 +316,33 @@ def cells_of(shape: Shape, regimes: Sequence[str], gates: Sequence[str], device:
     return [Cell(shape, gate, regime, device, bandwidth, case, oracle) for (gate, regime), case, oracle in zip(wanted, cases, known)]
 
 
-def run(
-    shapes: Sequence[Shape], regimes: Sequence[str], gates: Sequence[str], impls: Sequence[Implementation], device: torch.device,
-    bandwidth: float, *, split_host: bool = False, out_of_time: Callable[[], bool] = lambda: False,
-) -> Iterator[Row]:  # fmt: skip
-    """Rows of every cell, shape by shape. Stops before the next cell once out_of_time() is true."""
-    for shape in shapes:
-        if out_of_time():
-            return
-        for cell in cells_of(shape, regimes, gates, device, bandwidth):
+@dataclass(frozen=True)
+class Benchmark:
+    """One kind of run: what it times, on which shapes, and how."""
+
+    name: str
+    gpu_shapes: tuple[str, ...]
+    cpu_shapes: tuple[str, ...]
+    cells: Callable[[Shape, Sequence[str], Sequence[str], torch.device, float], list]  # (shape, regimes, gates, device, bandwidth)
+    measure: Callable[..., Row]  # (cell, implementation, split_host=)
+    ours: Callable[[str], Implementation]
+    foreign: Callable[[Peer, tuple[str, ...] | None], Implementation]
+
+    def run(
+        self, shapes: Sequence[Shape], regimes: Sequence[str], gates: Sequence[str], impls: Sequence[Implementation], device: torch.device,
+        bandwidth: float, *, split_host: bool = False, out_of_time: Callable[[], bool] = lambda: False,
+    ) -> Iterator[Row]:  # fmt: skip
+        """Rows of every cell, shape by shape. Stops before the next cell once out_of_time() is true."""
+        for shape in shapes:
             if out_of_time():
                 return
-            for impl in impls:
-                yield measure(cell, impl, split_host=split_host)
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+            for cell in self.cells(shape, regimes, gates, device, bandwidth):
+                if out_of_time():
+                    return
+                for impl in impls:
+                    yield self.measure(cell, impl, split_host=split_host)
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+
+
+FORWARD = Benchmark("forward", GPU_SHAPES, CPU_SHAPES, cells_of, measure, our, foreign)

@@ -14,9 +14,19 @@ from dataclasses import dataclass
 import torch
 
 from openkda.problem import Problem
+from openkda.reference import activate_gate, l2norm
 
 Args = dict[str, object]  # keyword arguments of chunk_kda
 Call = Callable[[], tuple[torch.Tensor, torch.Tensor]]  # runs once: o (any view of [B, T, HV, V]), final state [N, HV, V, K]
+
+
+@dataclass(frozen=True)
+class Training:
+    """A differentiable forward and the tensors it is differentiated by."""
+
+    forward: Callable[[], torch.Tensor]  # o, any view of [B, T, HV, V]
+    leaves: Args  # name -> tensor that requires a gradient
+    raw: bool = True  # False: q, k, gate and beta were normalised and activated outside, so their gradients are of other quantities
 
 
 @dataclass(frozen=True)
@@ -28,6 +38,7 @@ class Peer:
     what: str  # one line for tables and documents
     why_not: Callable[[Problem], str | None]  # None, or one sentence
     bind: Callable[[Args], Call]
+    train: Callable[[Args, Args], Training] | None = None  # (arguments, leaves among them)
 
     @property
     def version(self) -> str | None:
@@ -63,10 +74,26 @@ def _fla_bind(args: Args) -> Call:
     return call
 
 
+def _fla_train(args: Args, leaves: Args) -> Training:
+    os.environ["FLA_FLASH_KDA"] = "0"
+    from fla.ops.kda import chunk_kda
+
+    leaves = leaves | dict(dt_bias=leaves["dt_bias"].detach().flatten().requires_grad_())
+    args = args | leaves | dict(safe_gate=args.get("lower_bound") is not None)
+    return Training(lambda: chunk_kda(**args)[0], leaves)
+
+
 def _cudnn_why_not(problem: Problem) -> str | None:
     if problem.gate == "softplus":
         return "cudnn has no softplus gate inside its kernels"
     return _why_not_common("cudnn", problem)
+
+
+def _cudnn_table(args: Args) -> torch.Tensor:
+    """Sequence bounds [N + 1] int32, which cuDNN wants for a fixed batch too."""
+    B, T = args["q"].shape[:2]
+    cu = args.get("cu_seqlens")
+    return (torch.arange(B + 1, device=args["q"].device) * T if cu is None else cu).to(torch.int32)
 
 
 def _cudnn_bind(gate_dtype: torch.dtype | None) -> Callable[[Args], Call]:
@@ -78,11 +105,8 @@ def _cudnn_bind(gate_dtype: torch.dtype | None) -> Callable[[Args], Call]:
         q, k, v, g, beta = (args[name].flatten(0, 1) for name in ("q", "k", "v", "g", "beta"))
         if gate_dtype is not None:
             g, beta = g.to(gate_dtype), beta.to(gate_dtype)
-        B, T = args["q"].shape[:2]
-        cu = args.get("cu_seqlens")
-        cu = torch.arange(B + 1, device=q.device) * T if cu is None else cu
         options = dict(
-            cu_seqlens=cu.to(torch.int32), initial_state=args["initial_state"], output_final_state=True, use_qk_l2norm_in_kernel=True,
+            cu_seqlens=_cudnn_table(args), initial_state=args["initial_state"], output_final_state=True, use_qk_l2norm_in_kernel=True,
             use_beta_sigmoid_in_kernel=True, safe_gate=True, gate_lower_bound=args["lower_bound"], a_log=args["A_log"],
             dt_bias=args["dt_bias"],
         )  # fmt: skip
@@ -94,6 +118,21 @@ def _cudnn_bind(gate_dtype: torch.dtype | None) -> Callable[[Args], Call]:
         return call
 
     return bind
+
+
+@torch.no_grad()
+def _cudnn_train(args: Args, leaves: Args) -> Training:
+    """cuDNN differentiates its plain form alone: normalisation, gate and sigmoid happen here, before the clock starts."""
+    from cudnn.linear_attention.ops.kda import kimi_delta_attention
+
+    fp32 = {name: x.detach().flatten(0, 1).float() for name, x in leaves.items() if name in ("q", "k", "g", "beta")}
+    plain = dict(
+        q=l2norm(fp32["q"]).to(args["q"].dtype), k=l2norm(fp32["k"]).to(args["k"].dtype), v=leaves["v"].detach().flatten(0, 1),
+        g=activate_gate(fp32["g"], args["A_log"], args["dt_bias"], args["lower_bound"]), beta=torch.sigmoid(fp32["beta"]),
+    )  # fmt: skip
+    plain = {name: x.requires_grad_() for name, x in plain.items()}
+    table = _cudnn_table(args)
+    return Training(lambda: kimi_delta_attention(*plain.values(), table, output_final_state=True)[0], plain, raw=False)
 
 
 def _flash_kda_why_not(problem: Problem) -> str | None:
@@ -124,11 +163,11 @@ def _flash_kda_bind(args: Args) -> Call:
 PEERS = {
     peer.name: peer
     for peer in (
-        Peer("fla", "fla-core", "flash-linear-attention, Triton; tunes itself for every head count", _fla_why_not, _fla_bind),
+        Peer("fla", "fla-core", "flash-linear-attention, Triton; tunes itself for every head count", _fla_why_not, _fla_bind, _fla_train),
         Peer("cudnn", "nvidia-cudnn-frontend", "cuDNN frontend on the very same tensors", _cudnn_why_not, _cudnn_bind(None)),
         Peer(
             "cudnn_fp32", "nvidia-cudnn-frontend", "cuDNN frontend with gate and beta handed over in fp32, as its kernel reads them",
-            _cudnn_why_not, _cudnn_bind(torch.float32),
+            _cudnn_why_not, _cudnn_bind(torch.float32), _cudnn_train,
         ),
         Peer("flash_kda", "flash-kda", "FlashKDA, CUTLASS", _flash_kda_why_not, _flash_kda_bind),
     )

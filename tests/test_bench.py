@@ -26,15 +26,25 @@ from openkda.benchmarking import (
     oracles,
     our,
 )
+from openkda.benchmarking_training import LEAVES, TRAINING, gradient_oracle
 from openkda.cli import bench_run
 from openkda.cli.bench import bench
-from openkda.testing import relative_error
+from openkda.testing import Case, oracle, relative_error
 from openkda.timing import copy_bandwidth, eager_ms
 
 CPU = torch.device("cpu")
 TOY = "T48_H2_D16"
 app = typer.Typer()
 app.command()(bench)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Toy sizes gain nothing from more, and lose much where other processes hold the cores."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def command(*arguments):
@@ -169,8 +179,11 @@ def fake_fla_chunk_kda(*, safe_gate, dt_bias, **args):
     return chunk_kda(**args, safe_gate=safe_gate, dt_bias=dt_bias)
 
 
-def fake_cudnn(q, k, v, g, beta, cu_seqlens, *, initial_state, gate_lower_bound, a_log, dt_bias, **flags):
+def fake_cudnn(q, k, v, g, beta, cu_seqlens, *, initial_state=None, gate_lower_bound=None, a_log=None, dt_bias=None, **flags):
     assert cu_seqlens.dtype == torch.int32 and q.ndim == 3
+    if not flags.get("safe_gate"):  # the plain form, as trained
+        assert g.dtype == beta.dtype == torch.float32 and (g <= 0).all()
+        return (chunk_kda(*(x[None] for x in (q, k, v, g, beta)), cu_seqlens=cu_seqlens)[0][0],)
     assert flags.keys() == {"output_final_state", "use_qk_l2norm_in_kernel", "use_beta_sigmoid_in_kernel", "safe_gate"} and all(
         flags.values()
     )
@@ -299,7 +312,7 @@ def test_command_stops_at_its_limit(tmp_path):
     ],
 )
 def test_bad_options_are_one_sentence(arguments, says, tmp_path, monkeypatch):
-    monkeypatch.setattr(bench_run, "run", lambda *args, **kwargs: pytest.fail("started to time"))
+    monkeypatch.setattr(benchmarking.Benchmark, "run", lambda *args, **kwargs: pytest.fail("started to time"))
     monkeypatch.setattr(
         peers.importlib.metadata, "version", lambda name: (_ for _ in ()).throw(peers.importlib.metadata.PackageNotFoundError)
     )
@@ -320,7 +333,7 @@ def test_interrupt_leaves_nothing(tmp_path, monkeypatch):
         yield measure(toy_cell(), our("torch"))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(bench_run, "run", interrupted)
+    monkeypatch.setattr(benchmarking.Benchmark, "run", interrupted)
     result = command("--device", "cpu", "--shapes", TOY, "--json", tmp_path / "new" / "out.json", "--plot", tmp_path / "p.png")
     assert result.exit_code == 130, result.output
     assert list(tmp_path.iterdir()) == []
@@ -328,10 +341,63 @@ def test_interrupt_leaves_nothing(tmp_path, monkeypatch):
 
 def test_peers_option(monkeypatch):
     monkeypatch.setattr(peers.importlib.metadata, "version", lambda name: "1.0")
-    chosen = bench_run._peers("cudnn,fla@T8192_H64+T1024_H4", CPU)
+    chosen = bench_run._peers(benchmarking.FORWARD, "cudnn,fla@T8192_H64+T1024_H4", CPU)
     assert [(p.name, p.shapes) for p in chosen] == [("cudnn", None), ("fla", ("T8192_H64", "T1024_H4"))]
-    assert [p.name for p in bench_run._peers("auto", torch.device("cuda"))] == list(peers.PEERS)
-    assert bench_run._peers("none", CPU) == bench_run._peers("auto", CPU) == []
+    assert [p.name for p in bench_run._peers(benchmarking.FORWARD, "auto", torch.device("cuda"))] == list(peers.PEERS)
+    assert bench_run._peers(benchmarking.FORWARD, "none", CPU) == bench_run._peers(benchmarking.FORWARD, "auto", CPU) == []
+
+
+@pytest.mark.parametrize("name", ["T40_H3_HV6_D8", "3x16_H2_D8"])
+@pytest.mark.parametrize("gate", benchmarking.GATES)
+def test_training_step(name, gate):
+    (cell,) = TRAINING.cells(Shape.parse(name), ["mixed"], [gate], CPU, 1e9)
+    assert cell.problem.needs_grad and not cell.problem.has_initial_state
+    row = TRAINING.measure(cell, TRAINING.ours("torch"))
+    assert row.error is None and row.bit_equal and row.gradients_by == "torch"
+    assert row.eager_ms > 0 and row.forward_ms > 0
+    assert set(row.err_grads) == set(LEAVES) and max(row.err_grads.values()) < 0.02
+    p = cell.problem
+    inputs = floor_bytes(p) - 2 * p.T * p.HV * p.V
+    assert math.isclose(row.floor_ms, 1e3 * (3 * inputs + 4 * p.T * p.HV * p.V) / 1e9)
+
+
+def test_gradient_oracle_is_the_recurrence(device):
+    (case,) = make_cases(Shape.parse("2x20_H2_HV4_D8"), [("bounded", "mixed")], CPU)
+    do = torch.randn(case.args["v"].shape, generator=torch.Generator().manual_seed(0))
+    leaves = {n: case.args[n].double().requires_grad_() for n in LEAVES}
+    problem, inputs = Case(case.args | leaves | dict(initial_state=None), "mixed").described()
+    expected = torch.autograd.grad(oracle(problem, inputs)[0], list(leaves.values()), do.double())
+    found = gradient_oracle(case, do, 1)
+    for (name, mine), whole in zip(found.items(), expected):
+        part = whole[:2] if name in ("A_log", "dt_bias") else whole[:, :, : mine.shape[2]]
+        assert relative_error(mine, part) < 1e-9, name
+
+
+@pytest.mark.parametrize("peer", ["fla", "cudnn_fp32"])
+def test_training_of_peers(fake_peers, peer):
+    (cell,) = TRAINING.cells(Shape.parse("2x20_H2_D16"), ["random"], ["bounded"], CPU, 1e9)
+    known = peers.PEERS[peer]
+    impl = Implementation(peer, False, lambda problem: None, TRAINING.foreign(known, None).bind)
+    row = TRAINING.measure(cell, impl)
+    assert row.error is None and row.bit_equal and row.eager_ms > 0 and row.gradients_by is None
+    if peer == "fla":
+        assert max(row.err_grads.values()) < 0.02
+    else:
+        assert row.err_grads is None
+    assert "no training step" in TRAINING.foreign(peers.PEERS["cudnn"], None).why_not(cell.problem)
+    assert "CUDA" in TRAINING.foreign(known, None).why_not(cell.problem)
+
+
+def test_training_command(tmp_path):
+    result = command(
+        "--training", "--device", "cpu", "--shapes", "T40_H2_D8", "--regimes", "init", "--json", tmp_path, "--plot", tmp_path / "p.png"
+    )
+    assert result.exit_code == 0, result.output
+    (written,) = tmp_path.glob("*-training.json")
+    report = json.loads(written.read_text())
+    assert report["benchmark"] == "training" and len(report["rows"]) == 2
+    assert all(row["err_grads"]["q"] < 0.02 and row["gradients_by"] == "torch" for row in report["rows"])
+    assert "of gradients" in result.output
 
 
 @pytest.mark.gpu

@@ -23,19 +23,22 @@ def bench(
         typer.Option(help="'auto' (all installed), 'none', or names, each with the shapes it is limited to: cudnn,fla@T8192_H64+T1024_H4."),
     ] = "auto",
     device: Annotated[str, typer.Option(help="'cuda', or 'cpu' for the torch backend at small shapes.")] = "cuda",
-    json: Annotated[Path | None, typer.Option(help="Write every number here; a directory gets DATE-forward.json.")] = None,
+    json: Annotated[
+        Path | None, typer.Option(help="Write every number here; a directory gets DATE-forward.json or DATE-training.json.")
+    ] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the times to this PNG.")] = None,
+    training: Annotated[bool, typer.Option("--training", help="Time forward + backward with gradients of every input instead.")] = False,
     host: Annotated[bool, typer.Option("--host", help="Also split our host time: checks, choice of backend, launches.")] = False,
     limit: Annotated[float | None, typer.Option(help="Start no new cell after this many seconds.")] = None,
     commit: Annotated[str | None, typer.Option(help="Commit to record where the sources have no git history beside them.")] = None,
 ) -> None:
-    """Time the forward beside every installed peer, on the same tensors in one run.
+    """Time the forward (or a training step) beside every installed peer, on the same tensors in one run.
 
     Shows GPU time (CUDA graph; inputs warm in L2, and cold), eager time, host time per call, first call, the ratio to the memory floor,
     errors against the fp64 recurrence on two heads, and whether two runs agree bit for bit."""
     from openkda.cli.bench_run import run_bench
 
     run_bench(
-        shapes=shapes, regimes=regimes, gates=gates, ours=ours, peers=peers, device=device, json_path=json, plot_path=plot, host=host,
-        limit=limit, commit=commit,
+        training=training, shapes=shapes, regimes=regimes, gates=gates, ours=ours, peers=peers, device=device, json_path=json,
+        plot_path=plot, host=host, limit=limit, commit=commit,
     )  # fmt: skip

@@ -35,7 +35,8 @@ def draw(rows: list[Row], report: dict[str, object], path: Path) -> None:
     handles = [Patch(color=colours[one], label=f"{one[0]}, {one[1]} gate" if several_gates else one[0]) for one in series]
     handles.append(Line2D([], [], color="black", linewidth=1.5, label="memory floor"))
     figure.legend(handles=handles, loc="outside lower center", ncols=min(int(width / 2.3), len(handles)), fontsize=9, frameon=False)
-    figure.suptitle(f"KDA forward, {report['device']}, {report['date'][:10]}", fontsize=11)
+    what = {"forward": "forward", "training": "forward + backward"}[report["benchmark"]]
+    figure.suptitle(f"KDA {what}, {report['device']}, {report['date'][:10]}", fontsize=11)
     figure.savefig(path, dpi=130, format="png")
 
 

@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
+from math import prod
 from pathlib import Path
 
 import torch
@@ -22,7 +23,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from openkda import __version__, backends
-from openkda.benchmarking import CPU_SHAPES, GATES, GPU_SHAPES, Implementation, Row, Shape, foreign, our, run
+from openkda.benchmarking import FORWARD, GATES, Benchmark, Implementation, Row, Shape
+from openkda.benchmarking_training import TRAINING
 from openkda.cli.errors import BadInput, refusals
 from openkda.cli.recording import replacing
 from openkda.peers import PEERS, installed
@@ -34,26 +36,26 @@ WIDTH = 132  # columns that the table needs
 
 
 def run_bench(
-    *, shapes: str, regimes: str, gates: str, ours: str, peers: str, device: str, json_path: Path | None, plot_path: Path | None,
-    host: bool, limit: float | None, commit: str | None,
+    *, training: bool, shapes: str, regimes: str, gates: str, ours: str, peers: str, device: str, json_path: Path | None,
+    plot_path: Path | None, host: bool, limit: float | None, commit: str | None,
 ) -> None:  # fmt: skip
     """Check every option, time, show, write. Files appear whole at the end or not at all. BadInput for an option that cannot be used."""
     where = _device(device)
-    cells = [Shape.parse(n) for n in _names("shapes", shapes, all_=CPU_SHAPES if where.type == "cpu" else GPU_SHAPES, parsed=True)]
-    chosen_regimes = _names("regimes", regimes, REGIMES)
-    chosen_gates = _names("gates", gates, GATES)
-    impls = _ours(ours, where) + _peers(peers, where)
+    what = TRAINING if training else FORWARD
+    names = _names("shapes", shapes, all_=what.cpu_shapes if where.type == "cpu" else what.gpu_shapes, parsed=True)
+    cells = [Shape.parse(name) for name in names], _names("regimes", regimes, REGIMES), _names("gates", gates, GATES)
+    impls = _ours(what, ours, where) + _peers(what, peers, where)
     now = datetime.now(timezone.utc)
     if json_path is not None and (json_path.is_dir() or json_path.suffix != ".json"):
-        json_path = json_path / f"{now:%Y-%m-%d}-forward.json"
+        json_path = json_path / f"{now:%Y-%m-%d}-{what.name}.json"
     console = Console(width=max(WIDTH, Console().width))
     with ExitStack() as outputs:
         json_file = outputs.enter_context(replacing(json_path)) if json_path else None
         plot_file = outputs.enter_context(replacing(plot_path)) if plot_path else None
-        report = _header(now, where, impls, commit)
+        report = _header(now, where, impls, commit) | dict(benchmark=what.name)
         console.print(_headline(report))
-        asked = len(cells) * len(chosen_regimes) * len(chosen_gates) * len(impls)
-        rows = _timed(console, cells, chosen_regimes, chosen_gates, impls, where, report, host, limit, asked)
+        asked = prod(map(len, cells)) * len(impls)
+        rows = _timed(console, what, cells, impls, where, report, host, limit, asked)
         _print_reasons(console, rows)
         if len(rows) < asked:
             console.print(f"{asked - len(rows)} of {asked} rows were not started within {limit:g} seconds.")
@@ -92,17 +94,17 @@ def _names(option: str, text: str, known: tuple[str, ...] = (), *, all_: tuple[s
     return names
 
 
-def _ours(text: str, where: torch.device) -> list[Implementation]:
+def _ours(what: Benchmark, text: str, where: torch.device) -> list[Implementation]:
     if text == "auto":
-        return [our(name) for name in (("hopper", "portable") if where.type == "cuda" else ("torch",))]
-    return [our(name) for name in _names("backends", text, backends.NAMES)]
+        return [what.ours(name) for name in (("hopper", "portable") if where.type == "cuda" else ("torch",))]
+    return [what.ours(name) for name in _names("backends", text, backends.NAMES)]
 
 
-def _peers(text: str, where: torch.device) -> list[Implementation]:
+def _peers(what: Benchmark, text: str, where: torch.device) -> list[Implementation]:
     if text == "none" or (text == "auto" and where.type == "cpu"):
         return []
     if text == "auto":
-        return [foreign(peer) for peer in installed()]
+        return [what.foreign(peer, None) for peer in installed()]
     chosen = []
     for part in text.split(","):
         name, _, limits = part.strip().partition("@")
@@ -111,12 +113,12 @@ def _peers(text: str, where: torch.device) -> list[Implementation]:
         if peer.version is None:
             raise BadInput(f"--peers names {name!r}, which is not installed here (package {peer.package})")
         only = tuple(_names("peers", limits.replace("+", ","), parsed=True)) if limits else None
-        chosen.append(foreign(peer, only))
+        chosen.append(what.foreign(peer, only))
     return chosen
 
 
 def _timed(
-    console: Console, cells: list[Shape], regimes: list[str], gates: list[str], impls: list[Implementation], where: torch.device,
+    console: Console, what: Benchmark, cells: tuple[list[Shape], list[str], list[str]], impls: list[Implementation], where: torch.device,
     report: dict[str, object], host: bool, limit: float | None, asked: int,
 ) -> list[Row]:  # fmt: skip
     """Rows of the whole run, the table of each shape printed when its last row is there."""
@@ -128,9 +130,11 @@ def _timed(
         bandwidth = copy_bandwidth(where)
         report["copy_bandwidth_tbps"] = bandwidth / 1e12
         console.print(f"copy bandwidth {bandwidth / 1e12:.3g} TB/s, read plus written")
-        console.print("floor x: time over the memory floor, inputs cold; peers x: fastest peer's graph time over ours")
+        console.print(
+            "floor x: time over the memory floor, inputs cold where that is measured; peers x: fastest peer's graph time over ours"
+        )
         out_of_time = lambda: limit is not None and time.monotonic() - started > limit
-        for row in run(cells, regimes, gates, impls, where, bandwidth, split_host=host, out_of_time=out_of_time):
+        for row in what.run(*cells, impls, where, bandwidth, split_host=host, out_of_time=out_of_time):
             if rows and rows[-1].shape != row.shape:
                 console.print(_table(rows, rows[-1].shape))
             rows.append(row)
@@ -199,6 +203,13 @@ def _ms(value: float | None) -> str:
     return "" if value is None else f"{value:.4f}" if value < 10 else f"{value:.1f}"
 
 
+def _largest(errors: dict[str, float] | None) -> str:
+    if not errors:
+        return ""
+    name = max(errors, key=errors.get)
+    return f"{errors[name]:.2e} {name}"
+
+
 COLUMNS = {  # of the table: title -> text of a row, given its speedup over the fastest peer
     "gate": lambda row, faster: row.gate,
     "regime": lambda row, faster: row.regime,
@@ -206,6 +217,7 @@ COLUMNS = {  # of the table: title -> text of a row, given its speedup over the 
     "graph\nms": lambda row, faster: _ms(row.graph_ms),
     "cold\nms": lambda row, faster: _ms(row.cold_ms),
     "eager\nms": lambda row, faster: _ms(row.eager_ms),
+    "forward\nms": lambda row, faster: _ms(row.forward_ms),
     "host\nµs": lambda row, faster: "" if row.host_us is None else f"{row.host_us:.0f}",
     "checks+choice\n+launch µs": lambda row, faster: "+".join(f"{us:.0f}" for us in (row.host_split_us or {}).values()),
     "first\ns": lambda row, faster: f"{row.first_s:.2f}",
@@ -214,6 +226,8 @@ COLUMNS = {  # of the table: title -> text of a row, given its speedup over the 
     "peers\nx": lambda row, faster: "" if faster is None else f"{faster:.2f}",
     "error\nof o": lambda row, faster: "" if row.err_o is None else f"{row.err_o:.2e}",
     "error\nof state": lambda row, faster: "" if row.err_state is None else f"{row.err_state:.2e}",
+    "largest error\nof gradients": lambda row, faster: _largest(row.err_grads),
+    "gradients\nby": lambda row, faster: row.gradients_by or "",
     "same\nbits": lambda row, faster: "yes" if row.bit_equal else "[red]no[/red]",
 }
 
