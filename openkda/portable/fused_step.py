@@ -38,7 +38,7 @@ from openkda.portable.launch import PreparedLaunch
 from openkda.portable.tile import sigmoid
 from openkda.serving_problem import StepProblem
 
-MAX_TILE = 32768  # state elements of one program: 16 warps of 64 registers
+MAX_TILE = 32768  # state elements of one program: 16 warps with 64 to a lane
 
 
 class Conv(NamedTuple):
@@ -59,19 +59,20 @@ class ConvSizes(NamedTuple):
 
 
 @triton.jit
-def convolve(x_ptr, row_stride, t, conv, sizes, window, channel, mask, W: tl.constexpr):
-    """[B] channels at token t of this call. x_ptr: their column at the call's first token; window: offset of the slot, or -1."""
-    acc = tl.zeros([channel.shape[0]], dtype=tl.float32)
+def convolve(p_x, row_stride, t, conv, sizes, window, channel, mask, W: tl.constexpr, BW: tl.constexpr):
+    """[B] channels at token t of this call, their taps side by side as a [B, BW] tile. p_x: the channels at the call's first token;
+    window: offset of the slot, or -1."""
+    j = tl.arange(0, BW)[None, :]
+    i = t + j - (W - 1)  # negative: a token before this call
+    mask_taps = mask[:, None] & (j < W)
+    new = tl.load(p_x[:, None] + i * row_stride, mask=mask_taps & (i >= 0), other=0.0).to(tl.float32)
+    p_old = conv.pool + window + channel[:, None] * sizes.channel + (t + j) * sizes.tap
+    old = tl.load(p_old, mask=mask_taps & (i < 0) & (window >= 0), other=0.0).to(tl.float32)
+    weight = tl.load(conv.weight + channel[:, None] * sizes.weight + j, mask=mask_taps, other=0.0).to(tl.float32)
+    y = tl.sum(weight * (new + old), axis=1)
     if conv.bias is not None:
-        acc += tl.load(conv.bias + channel, mask=mask, other=0.0).to(tl.float32)
-    for j in tl.static_range(W):
-        i = t + j - (W - 1)  # negative: a token before this call
-        new = tl.load(x_ptr + i * row_stride, mask=mask & (i >= 0), other=0.0).to(tl.float32)
-        p_old = conv.pool + window + channel * sizes.channel + (i + W - 1) * sizes.tap
-        old = tl.load(p_old, mask=mask & (i < 0) & (window >= 0), other=0.0).to(tl.float32)
-        weight = tl.load(conv.weight + channel * sizes.weight + j, mask=mask, other=0.0).to(tl.float32)
-        acc += weight * (new + old)
-    return acc * sigmoid(acc)
+        y += tl.load(conv.bias + channel, mask=mask, other=0.0).to(tl.float32)
+    return y * sigmoid(y)
 
 
 @triton.jit
@@ -109,7 +110,7 @@ def gated_norm(o, gate, weight, eps, V: tl.constexpr):
 def fused_step_kernel(
     tokens, output_gate, norm_weight, strides, gate_params, pool, conv, slots, slot_sizes, conv_sizes, num_slots, scale, lower_bound, eps,
     S: tl.constexpr, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    W: tl.constexpr, V_FIRST: tl.constexpr, GATE: tl.constexpr, QK_L2NORM: tl.constexpr, NEG_EIGVAL: tl.constexpr,
+    W: tl.constexpr, BW: tl.constexpr, V_FIRST: tl.constexpr, GATE: tl.constexpr, QK_L2NORM: tl.constexpr, NEG_EIGVAL: tl.constexpr,
     FIRST_SLOT: tl.constexpr, WIDTH: tl.constexpr, STEP_COLUMN: tl.constexpr, WRITTEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """See the module's head. tokens: Tokens (x instead of q, k, v; o: the result); strides: (row, head) of q, k, v, gate, beta, o and
@@ -151,9 +152,9 @@ def fused_step_kernel(
             mask_s = mask_k[:, None] & mask_v[None, :]
         state = tl.load(pool + slot * slot_sizes.source + offs_s, mask=mask_s & ok, other=0.0).to(tl.float32)
         for t in tl.range(0, S):
-            q = convolve(p_q, strides[0], t, conv, conv_sizes, window, q_channel, mask_k, W)
-            k = convolve(p_k, strides[2], t, conv, conv_sizes, window, k_channel, mask_k, W)
-            v = convolve(p_v, strides[4], t, conv, conv_sizes, window, v_channel, mask_v, W)
+            q = convolve(p_q, strides[0], t, conv, conv_sizes, window, q_channel, mask_k, W, BW)
+            k = convolve(p_k, strides[2], t, conv, conv_sizes, window, k_channel, mask_k, W, BW)
+            v = convolve(p_v, strides[4], t, conv, conv_sizes, window, v_channel, mask_v, W, BW)
             row = first + t
             gate = tl.load(tokens.gate + row * strides[6] + i_hv * strides[7] + offs_k, mask=mask_k, other=0.0).to(tl.float32)
             beta = tl.load(tokens.beta + row * strides[8] + i_hv * strides[9]).to(tl.float32)
@@ -199,14 +200,15 @@ def fused_launch(problem: StepProblem, device: torch.device) -> Callable[..., No
     H, HV, K, V, W = problem.H, problem.HV, problem.K, problem.V, problem.W
     BK, BV = triton.next_power_of_2(K), triton.next_power_of_2(V)
     pdl = problem.capability is not None and problem.capability >= (9, 0)
-    options = {"num_warps": max(1, min(16, BK * BV // 2048)), **({"launch_pdl": True} if pdl else {})}
+    lanes = BK * BV // (64 if problem.S == 1 and problem.state_v_first else 32)  # state values per lane, so that nothing spills
+    options = {"num_warps": max(1, min(16, lanes // 32)), **({"launch_pdl": True} if pdl else {})}
     sizes = SlotSizes(problem.slot_stride, problem.slot_stride, *problem.index_strides, *problem.index_strides)
     conv_sizes = ConvSizes(*problem.conv_strides, problem.conv_weight_stride)
     strides = problem.token_strides + problem.output_gate_strides
     constants = (
         sizes, conv_sizes, problem.slots, problem.scale, problem.lower_bound or 0.0, problem.norm_eps, problem.S, H, HV, K, V, BK, BV,
-        problem.taps, problem.state_v_first, problem.gate, problem.qk_l2norm, problem.neg_eigval, problem.pad_slot + 1, W,
-        problem.step_column, problem.written, pdl,
+        problem.taps, triton.next_power_of_2(problem.taps), problem.state_v_first, problem.gate, problem.qk_l2norm, problem.neg_eigval,
+        problem.pad_slot + 1, W, problem.step_column, problem.written, pdl,
     )  # fmt: skip
 
     def build(t: Sequence) -> tuple:
