@@ -8,6 +8,7 @@ import torch
 HAS_GPU = torch.cuda.is_available()
 if not HAS_GPU:
     os.environ["TRITON_INTERPRET"] = "1"  # before any kernel is imported
+torch.set_num_threads(1)  # the tensors are small: threads that wait for each other on a busy machine take ten times as long
 
 
 def pytest_collection_modifyitems(config, items):
