@@ -28,7 +28,7 @@ $(STAMP): pyproject.toml constraints.txt Makefile
 demo: $(STAMP)
 	.venv/bin/openkda run $(RECORDING) --out out/kda_layer_out.safetensors --plot out
 
-# One torch thread per worker: two workers of two threads each are slower than this on two cores.
+# One torch thread per worker, so that two workers share two cores.
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist worksteal --cov --cov-report=term --cov-report=xml -q
 
