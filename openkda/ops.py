@@ -8,6 +8,7 @@ from openkda import backends
 from openkda.autograd import TENSORS, ChunkKDA
 from openkda.problem import FLOAT_DTYPES, describe, fail
 from openkda.reference import activate_gate
+from openkda.serving import recurrent_in_pool
 
 
 def chunk_kda(
@@ -119,12 +120,34 @@ def fused_recurrent_kda(
     cu_seqlens: torch.Tensor | None = None,
     *,
     cu_seqlens_cpu: torch.Tensor | None = None,
+    state_indices: torch.Tensor | None = None,
+    num_accepted: torch.Tensor | None = None,
+    inplace_final_state: bool | None = None,
+    out: torch.Tensor | None = None,
     backend: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The same function as chunk_kda, token by token: for decoding and short prompts. All arithmetic in fp32.
 
     Arguments, results and errors as chunk_kda, the backend "portable" (Triton; inputs on a GPU) or "torch" (any device, differentiable).
+
+    Serving, without gradients:
+        inplace_final_state: initial_state is updated in place and returned as final_state; default: True with state_indices.
+        state_indices: [N] or [N, W]: initial_state is a pool [slots, HV, K, V] of any stride(0), a sequence's state the slot named here.
+        num_accepted: [N], with state_indices [N, W]. Rules of slots, pads and speculation as in kda_decode.
+        out: [B, T, HV, V] that takes o; any float dtype with states in place, else v's.
     """
+    if inplace_final_state is False and state_indices is not None:
+        raise fail("inplace_final_state", False, "True with state_indices: the states live in the pool")
+    if num_accepted is not None and state_indices is None:
+        raise fail("num_accepted", "given", "None without state_indices")
+    if inplace_final_state or state_indices is not None:
+        o = recurrent_in_pool(
+            q, k, v, g, beta, A_log=A_log, dt_bias=dt_bias, scale=scale, state_pool=initial_state, state_indices=state_indices,
+            num_accepted=num_accepted, cu_seqlens=cu_seqlens, out=out, use_gate_in_kernel=use_gate_in_kernel,
+            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+            allow_neg_eigval=allow_neg_eigval, lower_bound=lower_bound, state_v_first=state_v_first, backend=backend,
+        )  # fmt: skip
+        return o, initial_state
     problem, inputs = describe(
         q, k, v, g, beta, A_log=A_log, dt_bias=dt_bias, initial_state=initial_state, cu_seqlens=cu_seqlens, cu_seqlens_cpu=cu_seqlens_cpu,
         scale=scale, use_gate_in_kernel=use_gate_in_kernel, lower_bound=lower_bound, safe_gate=False,
@@ -132,7 +155,12 @@ def fused_recurrent_kda(
         allow_neg_eigval=allow_neg_eigval, output_final_state=output_final_state, return_intermediate_states=False,
         state_v_first=state_v_first, chunk_size=64,
     )  # fmt: skip
-    return backends.recurrent(backends.choose_recurrent(problem, backend))(problem, inputs)
+    o, final_state = backends.recurrent(backends.choose_recurrent(problem, backend))(problem, inputs)
+    if out is None:
+        return o, final_state
+    if out.shape != o.shape or out.dtype != o.dtype:
+        raise fail("out", f"{list(out.shape)} {out.dtype}", f"{list(o.shape)} {o.dtype}, as o")
+    return out.copy_(o), final_state
 
 
 def fused_kda_gate(

@@ -73,13 +73,38 @@ def kda_decode(
     """
     if out is None:
         out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    options = (lower_bound, scale, pad_slot, verify, use_qk_l2norm_in_kernel, allow_neg_eigval, state_v_first, backend)
+    options = (lower_bound, scale, pad_slot, verify, use_qk_l2norm_in_kernel, allow_neg_eigval, state_v_first, True, True, backend)
     tensors = (q, k, v, gate, beta, out, A_log, dt_bias, state_pool, state_indices, num_accepted, cu_seqlens)
-    if type(q) is not torch.Tensor or torch.compiler.is_compiling():
+    _run_decode(tensors, options)
+    return out
+
+
+def recurrent_in_pool(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, *, A_log: torch.Tensor | None,
+    dt_bias: torch.Tensor | None, scale: float | None, state_pool: torch.Tensor, state_indices: torch.Tensor | None,
+    num_accepted: torch.Tensor | None, cu_seqlens: torch.Tensor | None, out: torch.Tensor | None, use_gate_in_kernel: bool,
+    use_qk_l2norm_in_kernel: bool, use_beta_sigmoid_in_kernel: bool, allow_neg_eigval: bool, lower_bound: float | None,
+    state_v_first: bool, backend: str | None,
+) -> torch.Tensor:  # fmt: skip
+    """fused_recurrent_kda with its states in a pool: kda_decode with every input stage optional. Without state_indices slot n is n's."""
+    if state_pool is None:
+        raise fail("initial_state", None, "the state pool when states are updated in place")
+    if state_indices is None:
+        state_indices = torch.arange(q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1, device=q.device)
+    if out is None:
+        out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    tensors = (q, k, v, g, beta, out, A_log, dt_bias, state_pool, state_indices, num_accepted, cu_seqlens)
+    stages = (use_qk_l2norm_in_kernel, allow_neg_eigval, state_v_first, use_gate_in_kernel, use_beta_sigmoid_in_kernel)
+    _run_decode(tensors, (lower_bound, scale, -1, False, *stages, backend))
+    return out
+
+
+def _run_decode(tensors: tuple[torch.Tensor | None, ...], options: tuple) -> None:
+    """Straight to the kernel, or through the operator where something traces the call."""
+    if type(tensors[0]) is not torch.Tensor or torch.compiler.is_compiling():
         torch.ops.openkda.kda_decode(*tensors, *options)
     else:
         _decode(tensors, options)
-    return out
 
 
 def _decode(tensors: tuple[torch.Tensor | None, ...], options: tuple) -> None:
@@ -290,7 +315,7 @@ _SHARED = (
 )
 _DECODE_SCHEMA = (
     _SHARED + "Tensor? num_accepted, Tensor? cu_seqlens, float? lower_bound, float? scale, int pad_slot, bool verify, bool qk_l2norm, "
-    "bool neg_eigval, bool state_v_first, str? backend) -> ()"
+    "bool neg_eigval, bool state_v_first, bool gate_in_kernel, bool beta_sigmoid, str? backend) -> ()"
 )
 _PREFILL_SCHEMA = (
     _SHARED + "Tensor? has_initial_state, Tensor cu_seqlens, Tensor? cu_seqlens_cpu, Tensor(c!)? checkpoint_states, int[] sequence, "

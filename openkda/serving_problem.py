@@ -49,6 +49,8 @@ class Options:
     qk_l2norm: bool
     neg_eigval: bool
     state_v_first: bool
+    gate_in_kernel: bool  # gate holds logits; else it is the natural-log decay itself
+    beta_sigmoid: bool  # beta holds logits; else it is the write strength itself
 
 
 @dataclass(frozen=True)
@@ -71,21 +73,18 @@ class PoolProblem:
     dtype: torch.dtype
     state_dtype: torch.dtype
     scale: float
+    gate: str  # "none", "softplus" or "bounded"
     lower_bound: float | None
     has_A_log: bool
     has_dt_bias: bool
     pad_slot: int
     verify: bool
     qk_l2norm: bool
+    beta_sigmoid: bool
     neg_eigval: bool
     state_v_first: bool
     device_type: str
     capability: tuple[int, int] | None
-
-    @property
-    def gate(self) -> str:
-        """ "softplus" or "bounded"."""
-        return "softplus" if self.lower_bound is None else "bounded"
 
     @property
     def per_token(self) -> bool:
@@ -136,8 +135,13 @@ def check_like(name: str, t: Layout | None, shape: tuple[int, ...], dtypes: tupl
         raise fail(f"{name}'s dtype", t.dtype, "one of " + ", ".join(map(str, dtypes)))
 
 
-def check_gate(A_log: Layout | None, dt_bias: Layout | None, HV: int, K: int, lower_bound: float | None) -> None:
-    """The gate's parameters: A_log [HV] or [1, 1, HV, 1], dt_bias [HV * K] or [HV, K], lower_bound in [-5, 0) or None."""
+def check_gate(A_log: Layout | None, dt_bias: Layout | None, HV: int, K: int, options: Options) -> str:
+    """The kind of gate. A_log [HV] or [1, 1, HV, 1], dt_bias [HV * K] or [HV, K], lower_bound in [-5, 0) or None."""
+    lower_bound = options.lower_bound
+    if not options.gate_in_kernel:
+        if A_log is not None or dt_bias is not None:
+            raise fail("dt_bias" if A_log is None else "A_log", "given", "None unless use_gate_in_kernel=True: g is the log decay itself")
+        return "none"
     if lower_bound is not None and not -5.0 <= lower_bound < 0.0:
         raise fail("lower_bound", lower_bound, "in [-5, 0), or None for the softplus gate")
     if A_log is None and lower_bound is None:
@@ -150,6 +154,7 @@ def check_gate(A_log: Layout | None, dt_bias: Layout | None, HV: int, K: int, lo
         check_like(name, t, tuple(t.shape), FLOAT_DTYPES)
         if not _dense(t):
             raise fail(f"{name}'s strides", list(t.stride), "contiguous")
+    return "softplus" if lower_bound is None else "bounded"
 
 
 def _dense(t: Layout) -> bool:
@@ -218,7 +223,7 @@ def check_decode(
     check_like("gate", gate, (N, S, HV, K), FLOAT_DTYPES)
     check_like("beta", beta, (N, S, HV), FLOAT_DTYPES)
     check_like("out", out, (N, S, HV, V), FLOAT_DTYPES)
-    check_gate(A_log, dt_bias, HV, K, options.lower_bound)
+    gate_kind = check_gate(A_log, dt_bias, HV, K, options)
     check_pool(pool, HV, K, V, options.state_v_first)
     sequences = N
     if cu is not None:
@@ -238,9 +243,10 @@ def check_decode(
         N=sequences, S=None if cu is not None else S, R=N * S, H=H, HV=HV, K=K, V=V, slots=pool.shape[0], slot_stride=pool.stride[0],
         index_strides=index_strides, W=W, speculative=accepted is not None,
         token_strides=tuple(s for name, t in tokens for s in row_strides(name, t)), dtype=q.dtype, state_dtype=pool.dtype,
-        scale=float(K**-0.5 if options.scale is None else options.scale), lower_bound=options.lower_bound, has_A_log=A_log is not None,
-        has_dt_bias=dt_bias is not None, pad_slot=options.pad_slot, verify=options.verify, qk_l2norm=options.qk_l2norm,
-        neg_eigval=options.neg_eigval, state_v_first=options.state_v_first, device_type=device.type, capability=_capability(device),
+        scale=float(K**-0.5 if options.scale is None else options.scale), gate=gate_kind,
+        lower_bound=options.lower_bound, has_A_log=A_log is not None, has_dt_bias=dt_bias is not None, pad_slot=options.pad_slot,
+        verify=options.verify, qk_l2norm=options.qk_l2norm, beta_sigmoid=options.beta_sigmoid, neg_eigval=options.neg_eigval,
+        state_v_first=options.state_v_first, device_type=device.type, capability=_capability(device),
     )  # fmt: skip
 
 

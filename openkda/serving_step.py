@@ -92,7 +92,8 @@ def _fused_launch(*key: object) -> Callable[..., None]:
     metas = [None if key[i] is None else Layout(*key[i : i + 3]) for i in range(0, 48, 3)]
     device, _, (norm_eps, *options, backend) = key[48:]
     q, k, v, gate, beta, out, A_log, dt_bias, pool, index, accepted, output_gate, norm_weight, conv_weight, conv_bias, conv_pool = metas
-    base = check_decode(q, k, v, gate, beta, out, A_log, dt_bias, pool, index, accepted, None, Options(*options), device)
+    stages = Options(*options, gate_in_kernel=True, beta_sigmoid=True)
+    base = check_decode(q, k, v, gate, beta, out, A_log, dt_bias, pool, index, accepted, None, stages, device)
     problem = check_step(base, output_gate, norm_weight, conv_weight, conv_bias, conv_pool, norm_eps)
     if choose_backend(device, backend) == "torch":
         return partial(serving_torch.fused_step, problem)

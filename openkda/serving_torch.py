@@ -61,7 +61,7 @@ def decode(
     q, k, v, g, beta = prepare(
         *(x.flatten(0, 1) for x in (q, k, v, gate, beta)), A_log=None if A_log is None else A_log.view(problem.HV),
         dt_bias=None if dt_bias is None else dt_bias.view(problem.HV, problem.K), gate=problem.gate, lower_bound=problem.lower_bound,
-        qk_l2norm=problem.qk_l2norm, beta_sigmoid=True, neg_eigval=problem.neg_eigval,
+        qk_l2norm=problem.qk_l2norm, beta_sigmoid=problem.beta_sigmoid, neg_eigval=problem.neg_eigval,
     )  # fmt: skip
     q, a = q * problem.scale, g.exp()
     slot, ok, index = read_slots(problem, index, accepted)

@@ -6,6 +6,7 @@ from serving_case import TOKENS, assert_matches, assert_untouched, check, make
 
 from openkda import fused_recurrent_kda, kda_decode
 from openkda.portable.decode import config
+from openkda.reference import prepare
 from openkda.testing import make_case
 
 pytestmark = pytest.mark.parametrize("backend", ["portable", "torch"])
@@ -240,6 +241,43 @@ def test_fused_recurrent_kda(backend, gate, lengths, state_v_first, device):
     o, final = fused_recurrent_kda(**args, backend=backend)
     for name, got, want in zip(("o", "final_state"), (o, final), case.oracle):
         assert_matches(name, got, want)
+
+
+@pytest.mark.parametrize("raw", [True, False])
+def test_fused_recurrent_kda_with_states_in_place(backend, raw, device):
+    """The serving form of fla's internal decode entry: ragged rows, a pool, slots, optional input stages."""
+    case = make(lengths=[2, 1, 3], slots=9, used=[4, 2, 7], v_first=False, device=device)
+    t, p = case.tokens, case.params
+    g, beta, gate = t["gate"], t["beta"], dict(p)
+    if not raw:
+        _, _, _, g, beta = prepare(
+            *(t[n] for n in TOKENS), **p, gate="bounded", qk_l2norm=False, beta_sigmoid=True, neg_eigval=False
+        )
+        gate = {}
+    cu = torch.tensor([0, 2, 3, 6], device=device)
+    slots = torch.tensor([4, 2, 7], dtype=torch.int32, device=device)
+    options = dict(use_gate_in_kernel=raw, use_beta_sigmoid_in_kernel=raw, use_qk_l2norm_in_kernel=True, backend=backend)
+    o, final = fused_recurrent_kda(
+        t["q"], t["k"], t["v"], g, beta, initial_state=case.pool, cu_seqlens=cu, state_indices=slots, **gate, **options
+    )
+    assert final is case.pool
+    check(case, o, [4, 2, 7], {4: (0, 2), 2: (1, 1), 7: (2, 3)})
+
+
+def test_fused_recurrent_kda_updates_its_initial_state(backend, device):
+    case = make(N=2, S=2, slots=2, used=[0, 1], device=device)
+    out = torch.empty_like(case.tokens["v"])
+    tokens = [case.tokens[n] for n in TOKENS]
+    options = dict(use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True, use_qk_l2norm_in_kernel=True, state_v_first=True)
+    o, final = fused_recurrent_kda(
+        *tokens, **case.params, initial_state=case.pool, inplace_final_state=True, out=out, backend=backend, **options
+    )
+    assert o is out and final is case.pool
+    check(case, o, [0, 1], {0: (0, 2), 1: (1, 2)})
+    with pytest.raises(ValueError, match="inplace_final_state is False"):
+        fused_recurrent_kda(*tokens, **case.params, inplace_final_state=False, state_indices=torch.tensor([0, 1]), **options)
+    with pytest.raises(ValueError, match="initial_state is None"):
+        fused_recurrent_kda(*tokens, **case.params, state_indices=torch.tensor([0, 1]), **options)
 
 
 def test_config_keeps_the_state_tile_in_registers(backend):

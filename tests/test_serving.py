@@ -220,7 +220,7 @@ def op_arguments(name, case):
     out = torch.empty_like(case.tokens["v"])
     head = (*tokens, out, case.params["A_log"], case.params["dt_bias"], case.pool, indices([1, 2], case))
     if name == "kda_decode":
-        return (*head, None, None, case.params["lower_bound"], None, -1, False, True, False, True, None)
+        return (*head, None, None, case.params["lower_bound"], None, -1, False, True, False, True, True, True, None)
     return (*head, None, cu(case), None, None, [], [], case.params["lower_bound"], None, -1, True, False, True, None)
 
 

@@ -340,8 +340,8 @@ def decode_launch(problem: PoolProblem, device: torch.device) -> Callable[..., N
     sizes = SlotSizes(problem.slot_stride, problem.slot_stride, *problem.index_strides, *problem.index_strides)
     constants = (
         problem.token_strides, problem.S or 0, problem.R, problem.slots, problem.slots, problem.scale, problem.lower_bound or 0.0,
-        H, HV, K, V, triton.next_power_of_2(K), cfg.block_v, problem.state_v_first, problem.gate, problem.qk_l2norm, True,
-        problem.neg_eigval, problem.pad_slot + 1, W, W, problem.step_column, problem.S == 1, cfg.pdl,
+        H, HV, K, V, triton.next_power_of_2(K), cfg.block_v, problem.state_v_first, problem.gate, problem.qk_l2norm,
+        problem.beta_sigmoid, problem.neg_eigval, problem.pad_slot + 1, W, W, problem.step_column, problem.S == 1, cfg.pdl,
     )  # fmt: skip
 
     def build(t: Sequence) -> tuple:
