@@ -104,7 +104,7 @@ def fail(name: str, got: object, want: str) -> ValueError:
 
 
 class Meta(NamedTuple):
-    """What the checks read of a tensor. Hashable, so that a repeated call costs one dictionary lookup."""
+    """What the checks read of a tensor."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -115,12 +115,13 @@ class Meta(NamedTuple):
         return len(self.shape)
 
 
-def _meta(name: str, t: object) -> Meta | None:
-    if t is None:
+def _meta(name: str, t: object, optional: bool = False) -> tuple | None:
+    """The fields of a Meta as a plain tuple, which is quicker to make and to hash: a repeated call costs one dictionary lookup."""
+    if isinstance(t, torch.Tensor):
+        return t.shape, t.dtype, t.device
+    if t is None and optional:
         return None
-    if not isinstance(t, torch.Tensor):
-        raise TypeError(f"{name} is a {type(t).__name__}; it must be a torch.Tensor")
-    return Meta(t.shape, t.dtype, t.device)
+    raise TypeError(f"{name} is a {type(t).__name__}; it must be a torch.Tensor{' or None' if optional else ''}")
 
 
 def _check_tensor(name: str, t: Meta, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], device: torch.device) -> None:
@@ -154,7 +155,7 @@ def _check_sizes(q: Meta, k: Meta, v: Meta, g: Meta, beta: Meta) -> None:
 
 
 def _check_gate(gate: str, lower_bound: float | None, safe_gate: bool, has_A_log: bool, has_dt_bias: bool) -> None:
-    if lower_bound is not None and not -5.0 <= float(lower_bound) < 0.0:
+    if lower_bound is not None and not -5.0 <= lower_bound < 0.0:
         raise fail("lower_bound", lower_bound, "in [-5, 0)")
     if safe_gate and lower_bound is None:
         raise fail("lower_bound", None, "given in [-5, 0) with safe_gate=True")
@@ -173,11 +174,12 @@ def _capability(device: torch.device) -> tuple[int, int] | None:
 
 @lru_cache(maxsize=1024)
 def _build(
-    q: Meta, k: Meta, v: Meta, g: Meta, beta: Meta, A_log: Meta | None, dt_bias: Meta | None, state: Meta | None, cu: Meta | None,
+    q: tuple, k: tuple, v: tuple, g: tuple, beta: tuple, A_log: tuple | None, dt_bias: tuple | None, state: tuple | None, cu: tuple | None,
     scale: float | None, gate: str, lower_bound: float | None, safe_gate: bool, l2norm: bool, sigmoid: bool, neg: bool, final: bool,
     states: bool, v_first: bool, chunk_size: int, needs_grad: bool,
 ) -> Problem:  # fmt: skip
     """Checks and `Problem` from tensor metadata alone."""
+    q, k, v, g, beta, A_log, dt_bias, state, cu = (t and Meta(*t) for t in (q, k, v, g, beta, A_log, dt_bias, state, cu))
     _check_sizes(q, k, v, g, beta)
     _check_gate(gate, lower_bound, safe_gate, A_log is not None, dt_bias is not None)
     B, T, H, K = q.shape
@@ -228,8 +230,9 @@ def describe(
 
     Raises ValueError or TypeError naming the argument, its value and what is allowed. `check_lengths=False` skips reading cu_seqlens
     on the host (CUDA graphs): the kernels clamp what they read, so a bad table gives wrong values, never a wild address."""
-    if scale is not None and not (isinstance(scale, (int, float)) and not isinstance(scale, bool)):
-        raise TypeError(f"scale is a {type(scale).__name__}; it must be a number or None")
+    for name, number in (("scale", scale), ("lower_bound", lower_bound)):
+        if number is not None and (isinstance(number, bool) or not isinstance(number, (int, float))):
+            raise TypeError(f"{name} is a {type(number).__name__}; it must be a number or None")
     if chunk_size is None or isinstance(chunk_size, bool) or not isinstance(chunk_size, int):
         raise TypeError(f"chunk_size is {chunk_size!r}; it must be an int")
     if not use_gate_in_kernel:
@@ -237,12 +240,12 @@ def describe(
     else:
         gate = "softplus" if lower_bound is None else "bounded"
     tensors = (q, k, v, g, beta, A_log, dt_bias, initial_state)
-    needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors if isinstance(t, torch.Tensor))
+    needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors if isinstance(t, torch.Tensor))
     problem = _build(
-        _meta("q", q), _meta("k", k), _meta("v", v), _meta("g", g), _meta("beta", beta), _meta("A_log", A_log), _meta("dt_bias", dt_bias),
-        _meta("initial_state", initial_state), _meta("cu_seqlens", cu_seqlens), scale, gate, lower_bound, bool(safe_gate),
-        bool(use_qk_l2norm_in_kernel), bool(use_beta_sigmoid_in_kernel), bool(allow_neg_eigval), bool(output_final_state),
-        bool(return_intermediate_states), bool(state_v_first), chunk_size, needs_grad,
+        _meta("q", q), _meta("k", k), _meta("v", v), _meta("g", g), _meta("beta", beta), _meta("A_log", A_log, True),
+        _meta("dt_bias", dt_bias, True), _meta("initial_state", initial_state, True), _meta("cu_seqlens", cu_seqlens, True), scale, gate,
+        lower_bound, bool(safe_gate), bool(use_qk_l2norm_in_kernel), bool(use_beta_sigmoid_in_kernel), bool(allow_neg_eigval),
+        bool(output_final_state), bool(return_intermediate_states), bool(state_v_first), chunk_size, needs_grad,
     )  # fmt: skip
     lengths = None
     if problem.varlen and check_lengths:
@@ -270,6 +273,8 @@ def check_cu_seqlens(cu: torch.Tensor, cu_cpu: torch.Tensor | None, T: int) -> t
             raise TypeError(f"cu_seqlens_cpu is {type(cu_cpu).__name__}; it must be a torch.Tensor on the CPU")
         if tuple(cu_cpu.shape) != tuple(cu.shape):
             raise fail("cu_seqlens_cpu's shape", list(cu_cpu.shape), f"that of cu_seqlens, {list(cu.shape)}")
+        if cu_cpu.dtype not in (torch.int32, torch.int64):
+            raise fail("cu_seqlens_cpu's dtype", cu_cpu.dtype, "torch.int32 or torch.int64")
     version = 0 if source.is_inference() else source._version
     known = _checked.get(id(source))
     if known is not None and known[0]() is source and known[1] == version and not source.is_inference():
