@@ -117,6 +117,7 @@ def main(arguments: list[str] | None = None) -> dict:
         num_heads=options.heads,
         head_dim=options.head_dim,
         lower_bound=options.lower_bound,
+        initializer_range=options.hidden**-0.5,
         kda_backend=options.backend,
     )
     model = KDAForCausalLM(config).to(options.device)
