@@ -49,7 +49,7 @@ def _fixed(B: int, T: int, chunk_size: int, device: torch.device) -> Plan:
 def _ragged(cu: torch.Tensor, T: int, chunk_size: int, bound: int | None = None) -> Plan:
     N = cu.shape[0] - 1
     NC = T // chunk_size + N if bound is None else bound
-    cu = cu.clamp(0, T)  # a table that the host did not check must not lead to a wild address
+    cu = cu.clamp(0, T).cummax(0).values  # whatever a table that the host did not check holds, no row or chunk beyond the bounds
     first, end = cu[:-1], cu[1:]
     count = ((end - first).clamp(min=0) + chunk_size - 1) // chunk_size  # [N] chunks per sequence
     after = count.cumsum(0)
