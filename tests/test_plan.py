@@ -1,5 +1,7 @@
 """The chunk and sequence tables against a plain loop over the sequences."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -10,7 +12,7 @@ CPU = torch.device("cpu")
 
 def by_loop(cu: list[int], chunk_size: int) -> tuple[list, list]:
     chunks, sequences = [], []
-    for n, (first, end) in enumerate(zip(cu, cu[1:])):
+    for n, (first, end) in enumerate(pairwise(cu)):
         starts = range(first, end, chunk_size)
         sequences.append([first, end, len(chunks), len(starts)])
         chunks += [[n, start, min(start + chunk_size, end), index] for index, start in enumerate(starts)]
