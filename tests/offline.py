@@ -56,7 +56,7 @@ class FakeDriver:
         return self.target
 
     def get_current_device(self) -> int:
-        return 0
+        return list(TARGETS.values()).index(self.target)  # Triton keeps compiled kernels by device index
 
     def get_current_stream(self, device: int = 0) -> int:
         return 0

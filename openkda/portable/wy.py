@@ -8,7 +8,7 @@
 beta and the L2 norm of k multiply the columns of Linv in fp32; the matrix products then take v as given and 2^G * k rounded once.
 
 `wy` is the stage alone: grid (chunk, head), K and V walked in blocks. `prepare` is scores, inverse and WY form in one kernel: L and Linv
-never leave the registers, and q, k, G are read a second time from cache.
+share one scratch tile that stays in cache, and q, k, G are read a second time.
 """
 
 from __future__ import annotations
@@ -101,6 +101,7 @@ def prepare_kernel(
     q_ptr, k_ptr, v_ptr,  # [R, H, K], [R, H, K], [R, HV, V]
     G_ptr,  # [R, HV, K] fp32
     beta_ptr,  # [R, HV]
+    L_ptr,  # [R, HV, C] fp32 scratch: L, then its inverse
     Aqk_ptr, w_ptr, u_ptr, kg_ptr, qg_ptr,  # [R, HV, C], [R, HV, K or V]
     T_ptr, factors_ptr,  # [R, HV, C], [R, HV, 4] fp32; None unless the backward asks
     chunks_ptr,  # [NC, 4] int32
@@ -126,7 +127,10 @@ def prepare_kernel(
     store_tile(Aqk_ptr + at * C, Aqk * rq[:, None] * rk[None, :], rows, HV * C, rows, live, C, C)
     if T_ptr is not None:
         beta = nonzero_beta(beta)
-    T = invert_unit_lower(Akk * (beta * rk)[:, None] * rk[None, :], C, P) * beta[None, :]
+    L_ptr += at * C
+    store_tile(L_ptr, Akk * (beta * rk)[:, None] * rk[None, :], rows, HV * C, rows, live, C, C)
+    invert_unit_lower(L_ptr, HV * C, length, C, P)
+    T = load_tile(L_ptr, rows, HV * C, rows, live, C, C) * beta[None, :]
     if T_ptr is not None:
         store_tile(T_ptr + at * C, T, rows, HV * C, rows, live, C, C)
         factors_ptr += at * 4 + rows * (HV * 4)
@@ -170,10 +174,11 @@ def prepare(
     Returns: Aqk [B, T, HV, C], w [B, T, HV, K], u [B, T, HV, V], kg, qg [B, T, HV, K], all in q's dtype."""
     w, u, kg, qg = empty_wy(problem, v)
     Aqk = torch.empty(*v.shape[:3], plan.chunk_size, dtype=v.dtype, device=v.device)
+    L = torch.empty(Aqk.shape, dtype=torch.float32, device=v.device)
     q, k, v, beta = as_rows(q), as_rows(k), as_rows(v), as_rows(beta)
     if q.shape[0] and plan.num_chunks:
         prepare_kernel[(plan.num_chunks, problem.HV)](
-            q, k, v, G, beta, Aqk, w, u, kg, qg, T, factors, plan.chunks, q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0),
+            q, k, v, G, beta, L, Aqk, w, u, kg, qg, T, factors, plan.chunks, q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0),
             v.stride(1), beta.stride(0), float(problem.scale), H=problem.H, HV=problem.HV, K=problem.K, V=problem.V, C=plan.chunk_size,
             BK=config.block_k, BV=config.block_v, L2NORM=problem.qk_l2norm, SIGMOID=problem.beta_sigmoid, NEG=problem.neg_eigval,
             DIAGONAL=config.form, P=config.precision, num_warps=config.intra_warps,
