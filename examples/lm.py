@@ -63,7 +63,7 @@ def build(options: argparse.Namespace) -> KDAForCausalLM:
     config = KDAConfig(
         vocab_size=256,
         hidden_size=options.hidden,
-        intermediate_size=options.hidden * 11 // 4 // 8 * 8,
+        intermediate_size=options.intermediate or options.hidden * 11 // 4 // 8 * 8,
         num_hidden_layers=options.layers,
         layer_types=kinds[options.mixer],
         num_heads=options.heads,
@@ -88,6 +88,7 @@ def main(arguments: list[str] | None = None) -> dict:
     add_training_arguments(parser, steps=150, batch=4, length=128, lr=3e-3)
     parser.add_argument("--mixer", choices=["kda", "hybrid", "softmax"], default="kda", help="what mixes tokens (default kda)")
     parser.add_argument("--hidden", type=int, default=64, help="hidden size (default 64)")
+    parser.add_argument("--intermediate", type=int, default=None, help="width of the MLPs (default 11/4 of the hidden size)")
     parser.add_argument("--layers", type=int, default=2, help="blocks (default 2)")
     parser.add_argument("--heads", type=int, default=2, help="heads (default 2)")
     parser.add_argument("--head-dim", type=int, default=32, help="key and value dim of a head (default 32)")

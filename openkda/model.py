@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import DynamicCache, GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
@@ -413,3 +413,8 @@ class KDAForCausalLM(KDAPreTrainedModel, GenerationMixin):
         return CausalLMOutputWithPast(
             loss=loss, logits=logits, hidden_states=output.hidden_states, **{CACHE_NAME: getattr(output, CACHE_NAME)}
         )
+
+
+# After `import openkda.model`, transformers' Auto classes load these checkpoints.
+AutoConfig.register("openkda", KDAConfig, exist_ok=True)
+AutoModelForCausalLM.register(KDAConfig, KDAForCausalLM, exist_ok=True)

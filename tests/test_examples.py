@@ -202,3 +202,31 @@ def test_learning_rate_warms_up_and_decays():
     rates = [learning_rate(i / 100, 1.0) for i in range(101)]
     assert rates[0] == pytest.approx(0.02) and max(rates) == pytest.approx(1.0) and rates[-1] == pytest.approx(0.05)
     assert rates[:6] == sorted(rates[:6]) and rates[5:] == sorted(rates[5:], reverse=True)
+
+
+def test_context_cost_shows_a_constant_cache_for_kda(tmp_path):
+    import context_cost
+
+    toy = [
+        "--contexts",
+        "8",
+        "24",
+        "--decoded",
+        "2",
+        "--hidden",
+        "16",
+        "--layers",
+        "4",
+        "--heads",
+        "2",
+        "--head-dim",
+        "8",
+        "--device",
+        "cpu",
+    ]
+    results = context_cost.main(["--out", str(tmp_path), *toy])["results"]
+    sizes = {name: [row["cache_bytes"] for row in rows] for name, rows in results.items()}
+    assert sizes["KDA"][0] == sizes["KDA"][1] == 4 * (2 * 8 * 8 + 3 * 3 * 16) * 4  # states and windows of four layers, fp32
+    assert sizes["softmax"][1] == 3 * sizes["softmax"][0] == 4 * 2 * 2 * 8 * 24 * 4  # keys and values
+    assert json.loads((tmp_path / "cost.json").read_text())["results"] == results
+    assert (tmp_path / "cost.png").exists()

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import DynamicCache
+from transformers import AutoModelForCausalLM, DynamicCache
 
 from openkda.model import CACHE_NAME, KDAConfig, KDAForCausalLM, KDAModel, KDAModelCache
 
@@ -142,6 +142,7 @@ def test_save_and_load_are_bit_equal(tmp_path, options):
     assert (again.lm_head.weight is again.model.embed_tokens.weight) == bool(options.get("tie_word_embeddings"))
     ids = tokens(2, 9)
     assert torch.equal(again.eval()(ids).logits, model(ids).logits)
+    assert isinstance(AutoModelForCausalLM.from_pretrained(tmp_path), KDAForCausalLM)
 
 
 def test_decay_parameters_stay_single_precision_when_loaded_in_sixteen_bit(tmp_path):
