@@ -372,3 +372,38 @@ def test_kernel_inputs_are_what_the_layer_runs_on():
     y = layer.g_b_proj(layer.g_a_proj(x)).unflatten(-1, (4, 12))
     torch.testing.assert_close(layer.o_proj(layer.o_norm(o, y).flatten(-2)), layer(x))
     assert "gate=softplus" in repr(layer) and "HV=4" in repr(layer)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["softplus", "bounded"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_device_kernels_serve_the_layer(kind, head_dim):
+    """bf16 on a GPU, whatever backend is chosen: output, gradients, cache, mask and packing against fp64 on the CPU."""
+    torch.manual_seed(0)
+    exact = KimiDeltaAttention(64, 2, head_dim, **KINDS[kind])
+    layer = KimiDeltaAttention(64, 2, head_dim, **KINDS[kind])
+    layer.load_state_dict(exact.state_dict())
+    layer = layer.cuda().bfloat16()
+    layer.A_log.data, layer.dt_bias.data = exact.A_log.data.float().cuda(), exact.dt_bias.data.float().cuda()
+    x = torch.randn(2, 150, 64)
+    low = x.cuda().bfloat16().requires_grad_()
+    high = x.requires_grad_()
+    y, expected = layer(low), exact(high)
+    upstream = torch.randn_like(expected)
+    grads = torch.autograd.grad(y, [low, *layer.parameters()], upstream.cuda().bfloat16())
+    wanted = torch.autograd.grad(expected, [high, *exact.parameters()], upstream)
+    names = ["y", "x", *(name for name, _ in exact.named_parameters())]
+    for name, a, b in zip(names, [y, *grads], [expected, *wanted], strict=True):
+        error = ((a.double().cpu() - b).norm() / b.norm()).item()
+        assert error < 0.05, f"{name}: relative error {error:.4f} is beyond bf16 weights and activations"
+    with torch.no_grad():
+        close = lambda a, b: ((a - b).float().norm() / b.float().norm()).item() < 0.02
+        cache = KDACache()
+        parts = torch.cat([layer(piece, cache=cache) for piece in low.split([100, 1, 1, 48], 1)], 1)
+        assert close(parts, y)
+        mask = torch.ones(2, 150, device="cuda")
+        mask[0, :70] = 0
+        assert close(layer(low, attention_mask=mask)[0, 70:], layer(low[:1, 70:])[0])
+        bounds = torch.tensor([0, 64, 65, 150], device="cuda")
+        packed = layer(low[:1], cu_seqlens=bounds)
+        assert close(packed[:, 65:], layer(low[:1, 65:]))
