@@ -17,7 +17,7 @@ from openkda.cli import check as check_module
 from openkda.cli import explain as explain_module
 from openkda.cli.app import app
 from openkda.cli.draw import draw_mapping
-from openkda.cli.pipeline import chunk_count, launch, mapping, stages
+from openkda.cli.pipeline import chunk_count, launch, mapping, portable_backward_stages, stages
 from openkda.cli.recording import FLAGS, NUMBERS, OPTIONAL, REQUIRED, read, write
 from openkda.model import KDAConfig, KDAForCausalLM
 from openkda.ops import chunk_kda
@@ -315,6 +315,19 @@ def test_stages_hand_on_what_they_write(tmp_path, backend, name):
     assert bool(launch(p, backend)) == (backend != "torch")
     draw_mapping(p, backend, device, STAGED[backend, name].get("lengths"), tmp_path / "map.png")
     assert (tmp_path / "map.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    "options", [{}, dict(K=24, V=40, gate="none", initial_state=True), dict(lengths=(5, 70), dtype="fp16", gate="softplus")]
+)
+def test_backward_stages_hand_on_what_they_write(options):
+    p = explain_module.describe_call(device=explain_module.Device("cuda", (9, 0)), T=75, H=2, HV=4, grad=True, **options)
+    known = {"q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state", "o", "do"}
+    for step in portable_backward_stages(p):
+        assert {item.name for item in step.reads} <= known, step
+        known |= {item.name for item in step.writes}
+    wanted = {"dq", "dk", "dv", "dg", "dbeta"} | ({"dA_log", "ddt_bias"} if p.has_A_log else set())
+    assert wanted <= known and ("dS_0" in known) == p.has_initial_state
 
 
 def test_info_shows_versions_and_backends():

@@ -132,8 +132,11 @@ def explain(problem: Problem, *, device: Device, backend: str | None, lengths: t
         for row in rows:
             table.add_row(*row)
         console.print(table)
-    console.print(stage_table(problem, chosen))
-    console.print(traffic(problem, chosen), highlight=False)
+    steps = pipeline.stages(problem, chosen)
+    console.print(stage_table(f"Forward pipeline, {chosen}", steps))
+    console.print(traffic(problem, chosen, steps), highlight=False)
+    if problem.needs_grad and backends.choose_backward(problem, chosen) == "portable":
+        console.print(stage_table("Backward pipeline, portable", pipeline.portable_backward_stages(problem)))
     if draw is not None:
         from openkda.cli.draw import draw_mapping
 
@@ -176,13 +179,13 @@ def choices(p: Problem, chosen: str) -> list[str]:
     return sentences
 
 
-def stage_table(p: Problem, chosen: str) -> Table:
+def stage_table(title: str, steps: list[pipeline.Stage]) -> Table:
     """The pipeline with shapes and bytes."""
-    table = Table(title=f"\nForward pipeline, {chosen}", title_justify="left", show_lines=True)
+    table = Table(title=f"\n{title}", title_justify="left", show_lines=True)
     table.add_column("stage")
     table.add_column("tensors")
     table.add_column("MiB", justify="right")
-    for stage in pipeline.stages(p, chosen):
+    for stage in steps:
         moved = sum(item.bytes for item in (*stage.reads, *stage.writes))
         reads, writes = (", ".join(map(str, items)) for items in (stage.reads, stage.writes))
         cells = f"[bold]{stage.name}[/]\n{stage.work}\nover: {stage.programs}", f"[bold]in[/]  {reads}\n[bold]out[/] {writes}"
@@ -190,9 +193,8 @@ def stage_table(p: Problem, chosen: str) -> Table:
     return table
 
 
-def traffic(p: Problem, chosen: str) -> str:
+def traffic(p: Problem, chosen: str, steps: list[pipeline.Stage]) -> str:
     """Bytes moved by all stages beside the least that any implementation moves."""
-    steps = pipeline.stages(p, chosen)
     floor = sum(item.bytes for item in (*pipeline.inputs(p).values(), *steps[-1].writes))
     if chosen == "torch":
         return f"Inputs and outputs: {floor / 2**20:,.2f} MiB. The shapes between hold one segment, not the whole call."

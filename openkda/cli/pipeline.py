@@ -148,6 +148,48 @@ def portable_stages(p: Problem) -> list[Stage]:
     ]
 
 
+def portable_backward_stages(p: Problem) -> list[Stage]:
+    """openkda/portable/backward.py: what the forward did is computed again (or kept, with disable_recompute), then the gradients."""
+    from openkda.portable.backward_config import configure_backward
+    from openkda.portable.backward_scores import group_tiles
+
+    p = p.replace(dtype=torch.float32) if p.dtype == torch.float16 else p
+    config = configure_backward(p)
+    C, given = config.forward.chunk, inputs(p)
+    NC = chunk_count(p, C)
+    of = lambda name, width, dtype=p.dtype: Item(name, (p.B, p.T, p.HV, width), dtype)
+    gate = tuple(given[name] for name in ("g", "A_log", "dt_bias") if name in given)
+    G, Aqk, T, factors = of("G", p.K, torch.float32), of("Aqk", C), of("T", C), of("factors", 4, torch.float32)
+    w, kg, qg = (of(name, p.K) for name in ("w", "kg", "qg"))
+    u, r, o, do, dv, dr = (of(name, p.V) for name in ("u", "r", "o", "do", "dv", "dr"))
+    h, dh = (Item(name, (NC, p.HV, p.K, p.V), p.dtype) for name in ("h", "dh"))
+    groups = Item("groups", (NC, p.HV, group_tiles(config.forward.form, C), C, C), p.dtype)
+    dq, dk, dg = of("dq", p.K), of("dk", p.K), of("dg", p.K, p.gate_dtype)
+    dbeta, state = Item("dbeta", (p.B, p.T, p.HV), p.beta_dtype), (given["initial_state"],) if p.has_initial_state else ()
+    dstate = tuple(Item("dS_0", item.shape, item.dtype) for item in state)
+    parameters = tuple(Item(f"d{item.name}", item.shape, torch.float32) for item in gate[1:])
+    cells = f"{NC} chunks x {p.HV} heads"
+    rows = f"{p.N} sequences x {p.HV} heads"
+    columns = -(-p.V // config.scan_block_v)
+    return [
+        Stage("gate_cumsum", "again: gate, summed within chunks", f"{cells} x {-(-p.K // config.forward.gate_block_k)}", gate, (G,)),
+        Stage(
+            "prepare", "again: scores, inverse, WY form", cells, (given["q"], given["k"], given["v"], G, given["beta"]),
+            (Aqk, w, u, kg, qg, T, factors),
+        ),
+        Stage("state_scan", "again: r and S", f"{rows} x {-(-p.V // config.forward.scan_block_v)}", (w, kg, u, G, *state), (h, r)),
+        Stage("reverse_scan", "dS, last chunk first", f"{rows} x {columns}", (w, kg, qg, G, Aqk, do), (dh, dr, *dstate)),
+        Stage(
+            "score_gradients", "dv, dbeta, gradients of the scores", cells, (T, r, dr, given["v"], o, do, given["beta"], factors),
+            (dv, dbeta, groups, factors),
+        ),
+        Stage(
+            "input_gradients", "dq, dk, dg, gradients of the gate", f"{cells} x {-(-p.K // config.block_k)}",
+            (given["q"], given["k"], *gate, G, factors, h, dh, r, do, dv, groups), (dq, dk, dg, *parameters),
+        ),
+    ]  # fmt: skip
+
+
 def hopper_stages(p: Problem) -> list[Stage]:
     """openkda/hopper/launch.py: one kernel keeps every intermediate of a chunk in shared memory and registers. Where few heads meet long
     sequences, these are cut into segments, whose entry states come first."""
