@@ -50,16 +50,21 @@ def decay_constants(src, work, T: gl.constexpr):
 
 
 @gluon.jit
+def activate(x, factor, T: gl.constexpr):
+    """log2 of the decay factor from x = gate * slope + offset"""
+    if T.gate == "bounded":
+        return rcp(ex2(x) + 1.0) * factor
+    elif T.gate == "softplus":
+        return softplus2(x) * factor
+    else:
+        return x
+
+
+@gluon.jit
 def log2_decay(gate, consts, T: gl.constexpr):
     """log2 of the decay factor of each token and channel"""
     slope, offset, factor = consts
-    if T.gate == "none":
-        return to_f32(gate) * slope
-    x = to_f32(gate) * slope + offset
-    if T.gate == "bounded":
-        return rcp(ex2(x) + 1.0) * factor
-    else:
-        return softplus2(x) * factor
+    return activate(to_f32(gate) * slope + offset, factor, T)
 
 
 @gluon.jit

@@ -7,7 +7,7 @@ s-block before it, both anchored on the even block's last row, so that every fac
 from __future__ import annotations
 
 from openkda.hopper.compat import fence_async_shared, gl, gluon, warpgroup_mma, warpgroup_mma_wait
-from openkda.hopper.tiles import block_layout, group_layout, last, scaled_exp2
+from openkda.hopper.tiles import block_layout, group_layout, scaled_exp2
 
 product_limit = gl.constexpr(-100.0)
 
@@ -38,7 +38,7 @@ def store_level(tile, x, G, level: gl.constexpr):
     K: gl.constexpr = x.shape[2]
     G0, G1 = halves(G, level)
     x0, x1 = halves(x, level)
-    a = gl.expand_dims(gl.reduce(G0, 2, last), 2)
+    a = gl.expand_dims(gl.min(G0, axis=2), 2)  # the last row's, G never rises
     both = gl.join(scaled_exp2(x0, a - G0), scaled_exp2(x1, G1 - a)).permute((0, 1, 4, 2, 3))
     tile.store(gl.convert_layout(both.reshape([2, 16, K]), x.type.layout))
 

@@ -147,63 +147,100 @@ def finish_blocks(sc, tz, rows, columns, T: gl.constexpr):
 
 
 @gluon.jit
+def load_rows(kq, T: gl.constexpr):
+    """The raw k and q rows of a step [2, 16, K] (k twice where q is not asked for), read by every warp before any is overwritten"""
+    K: gl.constexpr = T.K
+    L: gl.constexpr = channel_layout(K)
+    k = kq.reshape([2, 32, K]).slice(0, 16, dim=1).load(L)
+    q = k
+    if T.outputs:
+        q = kq.reshape([2, 32, K]).slice(16, 16, dim=1).load(L)
+    gl.thread_barrier()
+    return k, q
+
+
+@gluon.jit
+def store_decayed(kq, k, q, G, T: gl.constexpr):
+    """kq = (kd, qd)"""
+    K: gl.constexpr = T.K
+    e = ex2(G)
+    kq.reshape([2, 32, K]).slice(0, 16, dim=1).store((to_f32(k) * e).to(kq.dtype))
+    if T.outputs:
+        kq.reshape([2, 32, K]).slice(16, 16, dim=1).store((to_f32(q) * e).to(kq.dtype))
+
+
+@gluon.jit
+def product_step(kq, ki, tz, rows, columns, G, G_end, ring, src, work, following, T: gl.constexpr):
+    """Tiles and blocks of a step whose decays stay in the product form's range"""
+    K: gl.constexpr = T.K
+    k, q = load_rows(kq, T)
+    ki.reshape([2, 16, K]).store(scaled_exp2(k, -G))
+    store_decayed(kq, k, q, G, T)
+    fence_async_shared()
+    if following < work.steps:
+        load_step(ring, src, work, following, T)
+    sc = pair_scores(kq, ki)
+    if T.kg:
+        gl.thread_barrier()  # every warp's scores are done with ki
+        ki.reshape([2, 16, K]).store(scaled_exp2(k, gl.expand_dims(G_end, 1) - G))
+        fence_async_shared()
+    finish_blocks(sc, tz, rows, columns, T)
+
+
+@gluon.jit
+def level_step(kq, ki, tz, rows, columns, G, G_end, ring, src, work, following, T: gl.constexpr):
+    """The same for any gate; with "guard", rows within the product form's range still take it, whatever follows them in the block"""
+    K: gl.constexpr = T.K
+    k, q = load_rows(kq, T)
+    sc = level_scores(kq, ki, k, q, G, T)
+    if T.level == "guard":
+        ki.reshape([2, 16, K]).store(scaled_exp2(k, -gl.maximum(G, product_limit)))
+        store_decayed(kq, k, q, G, T)
+        fence_async_shared()
+        sc = gl.where(gl.expand_dims(lowest_by_row(G), 2) < product_limit, sc, pair_scores(kq, ki))
+        gl.thread_barrier()  # every warp's scores are done with ki
+    else:
+        store_decayed(kq, k, q, G, T)
+    ki.reshape([2, 16, K]).store(scaled_exp2(k, gl.expand_dims(G_end, 1) - G))
+    fence_async_shared()
+    if following < work.steps:
+        load_step(ring, src, work, following, T)
+    finish_blocks(sc, tz, rows, columns, T)
+
+
+@gluon.jit
 def prepare_step(ring, src, work, it, columns, beta, consts, T: gl.constexpr):
     K: gl.constexpr = T.K
-    dtype: gl.constexpr = ring.kq.dtype
-    L: gl.constexpr = channel_layout(K)
+    slots: gl.constexpr = T.slots
     mma: gl.constexpr = block_layout()
     per_slot: gl.constexpr = src.g.dtype.primitive_bitwidth // 16
-    slots: gl.constexpr = T.slots
-    preps: gl.constexpr = T.preps
     slot = it % slots
     kq = ring.kq.index(slot)
     ki = ring.ki.index(slot * per_slot)
+    tz = ring.tz.index(slot)
+    rows = ring.rows.index(slot)
     valid = work.end - work.start - it * 32
     if valid < 32:
         clear_tail(kq, ring.g.index(slot), ring.v.index(slot), valid, T)
     b = gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(2, mma)))[:, None, None]
     odd = (b % 2) == 1
     rr = row_norms(kq, T) if T.l2norm else gl.full([4, 16, 1], 1.0, gl.float32, mma)
-    ring.rows.index(slot).store((rr * gl.where(odd, src.scale, -1.0)).reshape([4, 16]))
+    rows.store((rr * gl.where(odd, src.scale, -1.0)).reshape([4, 16]))
     columns.store((beta * rr).reshape([4, 16]))
-    g_raw = ring.g.index(slot).reshape([2, 16, K]).load(L)
-    k_raw = kq.reshape([2, 32, K]).slice(0, 16, dim=1).load(L)
-    q_raw = k_raw
-    if T.outputs:
-        q_raw = kq.reshape([2, 32, K]).slice(16, 16, dim=1).load(L)
-    gl.thread_barrier()  # every warp has read the raw tiles: they may be overwritten
-    G = gl.associative_scan(log2_decay(g_raw, consts, T), 1, add)
+    raw = ring.g.index(slot).reshape([2, 16, K]).load(channel_layout(K))
+    G = gl.associative_scan(log2_decay(raw, consts, T), 1, add)
     G_end = gl.reduce(G, 1, last)  # [2, K]
     ring.decay.index(slot).store(ex2(G_end))
-    exact = gl.zeros([4, 16, 16], gl.float32, mma)
-    lowest = gl.zeros([4, 16], gl.float32, gl.SliceLayout(2, mma))
-    if T.level == "guard":
-        if gl.min(gl.min(G_end, 1), 0) < product_limit:
-            exact = level_scores(kq, ki, k_raw, q_raw, G, T)
-            lowest = lowest_by_row(G)
+    following = it + T.preps
+    if T.level == "never":
+        product_step(kq, ki, tz, rows, columns, G, G_end, ring, src, work, following, T)
     elif T.level == "always":
-        exact = level_scores(kq, ki, k_raw, q_raw, G, T)
-    if T.level == "guard":
-        ki.reshape([2, 16, K]).store(scaled_exp2(k_raw, -gl.maximum(G, product_limit)))  # rows below the limit read `exact`
-    elif T.level == "never":
-        ki.reshape([2, 16, K]).store(scaled_exp2(k_raw, -G))
-    e = ex2(G)
-    kq.reshape([2, 32, K]).slice(0, 16, dim=1).store((to_f32(k_raw) * e).to(dtype))
-    if T.outputs:
-        kq.reshape([2, 32, K]).slice(16, 16, dim=1).store((to_f32(q_raw) * e).to(dtype))
-    fence_async_shared()
-    if it + preps < work.steps:
-        load_step(ring, src, work, it + preps, T)
-    sc = exact
-    if T.level != "always":
-        sc = pair_scores(kq, ki)
-    if T.level == "guard":
-        sc = gl.where(gl.expand_dims(lowest, 2) < product_limit, exact, sc)
-    if T.kg:
-        gl.thread_barrier()  # every warp's scores are done with ki
-        ki.reshape([2, 16, K]).store(scaled_exp2(k_raw, gl.expand_dims(G_end, 1) - G))
-        fence_async_shared()
-    finish_blocks(sc, ring.tz.index(slot), ring.rows.index(slot), columns, T)
+        level_step(kq, ki, tz, rows, columns, G, G_end, ring, src, work, following, T)
+    else:
+        if gl.min(gl.min(G_end, 1), 0) < product_limit:
+            level_step(kq, ki, tz, rows, columns, G, G_end, ring, src, work, following, T)
+        else:
+            product_step(kq, ki, tz, rows, columns, G, G_end, ring, src, work, following, T)
 
 
 @gluon.jit

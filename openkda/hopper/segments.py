@@ -19,8 +19,8 @@ import triton
 import triton.language as tl
 
 from openkda.hopper.compat import gdc_launch_dependents, gdc_wait, gl, gluon
-from openkda.hopper.decay import gate_line, log2_decay
-from openkda.hopper.tiles import Source, Work
+from openkda.hopper.decay import activate, gate_line
+from openkda.hopper.tiles import Source, Work, to_f32
 
 DROP_BITS = tl.constexpr(40.0)
 COLUMNS = tl.constexpr(8)  # of the segment table
@@ -127,16 +127,17 @@ def locate(segments_ptr, warm_ptr, segment, head, group, row0, NS, T: gl.constex
     return Work(sequence, start, begin, end, steps, head, head // group, row0, from_initial, from_entry, live & (is_last != 0))
 
 
-@gluon.jit(do_not_specialize=["HV", "NS", "limit", "g_stride"])
+@gluon.jit(do_not_specialize=["HV", "NS", "limit"])
 def decide_kernel(
     g_ptr, A_log_ptr, dt_bias_ptr, warm_ptr, segments_ptr, HV, NS, limit, g_stride, lower_bound, T: gl.constexpr, num_warps: gl.constexpr
 ):
     """warm[head, segment]: the fewest steps before the segment over which the bound falls below 2^-DROP_BITS, or that reach the sequence's
-    first token; -1 beyond `limit` steps. Grid (NS, HV), 4 warps, four steps a turn."""
+    first token; -1 beyond `limit` steps. Grid (NS, HV), 4 warps, four steps a turn. The activations rise or fall with their argument, so
+    the slowest channel of a token is found before the activation."""
     segment = gl.program_id(0)
     head = gl.program_id(1)
     K: gl.constexpr = T.K
-    L: gl.constexpr = gl.BlockedLayout([1, 16, K // 64], [1, 1, 32], [2, 1, 2], [2, 1, 0])
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [256 // K, K // 8], [4, 1], [1, 0])
     L4: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0])
     if T.pdl:
         gdc_launch_dependents()
@@ -145,21 +146,23 @@ def decide_kernel(
     first = gl.load(row + 3)
     none: gl.constexpr = None
     src = Source(none, none, none, none, none, A_log_ptr, dt_bias_ptr, HV, lower_bound, 0.0)
-    channel = gl.arange(0, K, layout=gl.SliceLayout(0, gl.SliceLayout(1, L)))[None, None, :]
-    consts = gate_line(src, head, channel, T)
-    b = gl.arange(0, 8, layout=gl.SliceLayout(1, gl.SliceLayout(2, L)))[:, None, None]
-    r = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, L)))[None, :, None]
+    channel = gl.arange(0, K, layout=gl.SliceLayout(0, L))[None, :]
+    slope, offset, factor = gate_line(src, head, channel, T)
+    token = gl.arange(0, 128, layout=gl.SliceLayout(1, L))[:, None]
     step = gl.arange(0, 4, layout=gl.SliceLayout(1, L4))
-    nearer = gl.arange(0, 4, layout=gl.SliceLayout(0, L4))[None, :] <= step[:, None]
+    nearer = gl.arange(0, 4, layout=gl.SliceLayout(0, L4))[None, :] >= 3 - step[:, None]
     bits = 0.0
     found = gl.where(begin == first, 0, -1)
-    for turn in range(limit // 4):
-        if found < 0:
-            token = begin - 32 * (4 * turn + b // 2 + 1) + (b % 2) * 16 + r
-            at = token.to(gl.int64) * g_stride + head * K + channel
-            gate = gl.load(g_ptr + at, mask=token >= first, other=0.0)
-            slowest = gl.max(log2_decay(gate, consts, T), axis=2)  # [8, 16]
-            per_step = gl.convert_layout(gl.sum(slowest.reshape([4, 32]), axis=1), gl.SliceLayout(0, L4))
+    turns = gl.where(begin == first, 0, limit // 4)
+    for turn in range(turns):
+        if found < 0 and bits * (limit // 4) <= -DROP_BITS * turn / 2:
+            base = begin - 128 * (turn + 1)
+            at = (base.to(gl.int64) + token) * g_stride + head * K + channel
+            gate = gl.load(g_ptr + at, mask=base + token >= first, other=0.0)
+            x = to_f32(gate) * slope + offset
+            slowest = gl.min(x, axis=1) if T.gate == "softplus" else gl.max(x, axis=1)  # [128]
+            decay = activate(slowest, factor, T)
+            per_step = gl.convert_layout(gl.sum(decay.reshape([4, 32]), axis=1), gl.SliceLayout(0, L4))  # in token order
             total = bits + gl.sum(gl.where(nearer, per_step[None, :], 0.0), axis=1)
             back = begin - 32 * (4 * turn + step + 1)  # first row of the step
             hit = ((total <= -DROP_BITS) & (back >= first)) | (back == first)
