@@ -11,14 +11,14 @@ run as the custom operators openkda::kda_decode and openkda::kda_prefill.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
 from openkda import backends, serving_torch
 from openkda.problem import check_cu_seqlens, describe, fail
-from openkda.serving_problem import Layout, Options, check_decode, check_indices, check_like, check_pool, layout
+from openkda.serving_problem import Options, check_decode, check_indices, check_like, check_pool, layout
 
 
 def kda_decode(
@@ -108,34 +108,37 @@ def _run_decode(tensors: tuple[torch.Tensor | None, ...], options: tuple) -> Non
 
 
 def _decode(tensors: tuple[torch.Tensor | None, ...], options: tuple) -> None:
-    q, k, v, gate, beta, out, A_log, dt_bias, pool, index, accepted, cu = tensors
-    if torch.is_grad_enabled() and (q.requires_grad or v.requires_grad or gate.requires_grad or pool.requires_grad):
+    if torch.is_grad_enabled() and any(tensors[i].requires_grad for i in (0, 1, 2, 3, 4, 8)):  # q, k, v, gate, beta, state_pool
         raise ValueError("kda_decode has no gradient; call it under torch.no_grad(), or chunk_kda for training")
-    _decode_launch(
-        q.shape, q.stride(), q.dtype, k.shape, k.stride(), k.dtype, v.shape, v.stride(), v.dtype, gate.shape, gate.stride(), gate.dtype,
-        beta.shape, beta.stride(), beta.dtype, out.shape, out.stride(), out.dtype, pool.shape, pool.stride(), pool.dtype,
-        index.shape, index.stride(), index.dtype, q.device, common_device(tensors), layout(A_log), layout(dt_bias), layout(accepted),
-        layout(cu), options,
-    )(*tensors)  # fmt: skip
+    key = (*map(signature, tensors), options)
+    launch = _launches.get(key)
+    if launch is None:
+        launch = _launches[key] = _decode_launch(tensors, *options)
+    launch(*tensors)
 
 
-def common_device(tensors: Sequence[torch.Tensor | None]) -> int:
-    """The device number all tensors share (-1: CPU); ValueError when they do not share one."""
-    numbers = {t.get_device() for t in tensors if t is not None}
-    if len(numbers) != 1:
-        raise ValueError(f"the tensors lie on devices {sorted(numbers)} (-1 is the CPU); all must be on q's device")
-    return numbers.pop()
+_launches: dict[tuple, Callable[..., None]] = {}  # what runs a kind of call, its checks done; one per batch size, so it stays small
 
 
-@lru_cache(maxsize=4096)
-def _decode_launch(*key: object) -> Callable[..., None]:
+def signature(t: torch.Tensor | None) -> tuple | None:
+    """Everything that the checks and the launch read of a tensor, but its address."""
+    return None if t is None else (t.shape, t.stride(), t.dtype, t.get_device())
+
+
+def common_device(tensors: Sequence[torch.Tensor | None]) -> torch.device:
+    """The device all tensors share; ValueError when they do not share one."""
+    devices = {t.device for t in tensors if t is not None}
+    if len(devices) != 1:
+        raise ValueError(f"the tensors lie on {', '.join(sorted(map(str, devices)))}; all must be on q's device")
+    return devices.pop()
+
+
+def _decode_launch(tensors: tuple[torch.Tensor | None, ...], *options: object) -> Callable[..., None]:
     """Checks of one kind of call, and what runs it: called with the tensors of `_decode`."""
-    metas = [Layout(*key[i : i + 3]) for i in range(0, 24, 3)]
-    device, _, A_log, dt_bias, accepted, cu, (*options, backend) = key[24:]
-    q, k, v, gate, beta, out, pool, index = metas
-    problem = check_decode(q, k, v, gate, beta, out, A_log, dt_bias, pool, index, accepted, cu, Options(*options), device)
-    name = choose_backend(device, backend)
-    if name == "torch":
+    *options, backend = options
+    device = common_device(tensors)
+    problem = check_decode(*map(layout, tensors), Options(*options), device)
+    if choose_backend(device, backend) == "torch":
         return partial(serving_torch.decode, problem)
     from openkda.portable.decode import decode_launch  # Triton may be absent where the torch path serves
 

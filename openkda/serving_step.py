@@ -6,14 +6,14 @@ The custom operator is openkda::kda_fused_decode. Slots of the convolution windo
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import partial
 
 import torch
 
 from openkda import serving_torch
 from openkda.problem import fail
-from openkda.serving import choose_backend, common_device, library
-from openkda.serving_problem import Layout, Options, check_decode, check_step
+from openkda.serving import choose_backend, common_device, library, signature
+from openkda.serving_problem import Options, check_decode, check_step, layout
 
 
 def kda_fused_decode(
@@ -82,26 +82,30 @@ def _fused_decode(tensors: tuple[torch.Tensor | None, ...], options: tuple) -> N
     q, k, v, gate, beta, output_gate, state_pool = *tensors[:5], tensors[11], tensors[8]
     if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v, gate, beta, output_gate, state_pool)):
         raise ValueError("kda_fused_decode has no gradient; call it under torch.no_grad()")
-    metas = [x for t in tensors for x in ((None, None, None) if t is None else (t.shape, t.stride(), t.dtype))]
-    _fused_launch(*metas, q.device, common_device(tensors), options)(*tensors)
+    key = (*map(signature, tensors), options)
+    launch = _launches.get(key)
+    if launch is None:
+        launch = _launches[key] = _fused_launch(tensors, *options)
+    launch(*tensors)
 
 
-@lru_cache(maxsize=4096)
-def _fused_launch(*key: object) -> Callable[..., None]:
+_launches: dict[tuple, Callable[..., None]] = {}
+
+
+def _fused_launch(tensors: tuple[torch.Tensor | None, ...], norm_eps: float, *options: object) -> Callable[..., None]:
     """Checks of one kind of call, and what runs it: called with the tensors of `_fused_decode`."""
-    metas = [None if key[i] is None else Layout(*key[i : i + 3]) for i in range(0, 48, 3)]
-    device, _, (norm_eps, *options, backend) = key[48:]
-    q, k, v, gate, beta, out, A_log, dt_bias, pool, index, accepted, output_gate, norm_weight, conv_weight, conv_bias, conv_pool = metas
-    stages = Options(*options, gate_in_kernel=True, beta_sigmoid=True)
-    base = check_decode(q, k, v, gate, beta, out, A_log, dt_bias, pool, index, accepted, None, stages, device)
-    problem = check_step(base, output_gate, norm_weight, conv_weight, conv_bias, conv_pool, norm_eps)
+    *options, backend = options
+    device = common_device(tensors)
+    layouts = [layout(t) for t in tensors]
+    base = check_decode(*layouts[:11], None, Options(*options, gate_in_kernel=True, beta_sigmoid=True), device)
+    problem = check_step(base, *layouts[11:], norm_eps)
     if choose_backend(device, backend) == "torch":
         return partial(serving_torch.fused_step, problem)
     from openkda.portable.fused_step import fused_launch, why_not  # Triton may be absent where the torch path serves
 
     reason = why_not(problem)
     if reason is not None:
-        raise fail("v's shape", list(v.shape), f"smaller heads, or backend='torch': {reason}")
+        raise fail("v's shape", list(tensors[2].shape), f"smaller heads, or backend='torch': {reason}")
     return fused_launch(problem, device)
 
 
