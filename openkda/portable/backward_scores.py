@@ -64,7 +64,7 @@ def score_gradients_kernel(
     T_ptr,  # [R, HV, C]
     r_ptr, dr_ptr,  # [R, HV, V]
     v_ptr, do_ptr,  # [R, HV, V], row strides v_row, do_row, head strides v_head, do_head
-    o_ptr,  # [R, HV, V]; None without the L2 norm
+    o_ptr,  # [R, HV, V]; None where the next stage needs no row sums
     beta_ptr,  # [R, HV], row stride beta_row
     factors_ptr,  # [R, HV, 4] fp32: reads the norms' factors of q and k, writes factor^2 times the row sums q.dq and k.dk
     dv_ptr,  # [R, HV, V]
@@ -139,10 +139,11 @@ def score_gradients(
     form, C = config.forward.form, plan.chunk_size
     tiles = group_tiles(form, C)
     groups = torch.empty(plan.num_chunks, problem.HV, tiles, C, C, dtype=T.dtype, device=T.device)
+    row_sums = problem.qk_l2norm and config.block_k < problem.K  # else one program of the next stage sees all channels
     v, do, beta = as_rows(v), as_rows(do), as_rows(beta)
     if v.shape[0] and plan.num_chunks:
         score_gradients_kernel[(plan.num_chunks, problem.HV)](
-            T, r, dr, v, do, o.contiguous() if problem.qk_l2norm else None, beta, factors, dv, dbeta, groups, plan.chunks, v.stride(0),
+            T, r, dr, v, do, o.contiguous() if row_sums else None, beta, factors, dv, dbeta, groups, plan.chunks, v.stride(0),
             v.stride(1), do.stride(0), do.stride(1), beta.stride(0), float(problem.scale), HV=problem.HV, V=problem.V, C=C,
             BV=config.block_v, SIGMOID=problem.beta_sigmoid, NEG=problem.neg_eigval, GROUPS=tiles, FORM=form, P=config.precision,
             num_warps=config.scores_warps,
