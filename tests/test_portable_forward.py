@@ -208,7 +208,7 @@ def test_a_split_with_the_state_carried_equals_the_whole(device, split):
     assert relative_error(torch.cat(parts, 1), o) < 2e-6 and relative_error(state, final) < 2e-6
 
 
-@pytest.mark.parametrize("changes", [dict(form="any"), dict(fuse_output=False), dict(chunk=64), dict(scan_block_v=16), dict(block_k=16)])
+@pytest.mark.parametrize("changes", [dict(form="any"), dict(chunk=64), dict(scan_block_v=16), dict(block_k=16)])
 def test_every_configuration_gives_the_same_result(device, changes, monkeypatch):
     case = make_case("random", T=70, H=1, K=32, V=32, device=device)
     problem, inputs = case.described()

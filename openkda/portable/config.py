@@ -16,10 +16,9 @@ SUB_CHUNK = 16  # rows served by one anchor in the matrix form; 15 steps of -5 *
 class Config:
     """Launch configuration of the portable forward."""
 
-    chunk: int  # C, tokens per chunk: 32 or 64
+    chunk: int  # C, tokens per chunk: 32 or 64. 32 everywhere: 64 spills, and chunk-entry states are every second 32's
     form: str  # pairs within 16 tokens: "any" (level form, every gate) or "matrix" (one anchor, bounded gates)
     precision: str  # input precision of fp32 matrix products: "tf32x3" on NVIDIA matrix units, "ieee" elsewhere
-    fuse_output: bool  # o inside the state scan (least traffic), or in its own chunk-parallel kernel (shortest serial chain)
     gate_block_k: int  # channels per program of the gate kernel
     gate_warps: int
     block_k: int  # channels per step of the within-chunk kernels
@@ -57,18 +56,17 @@ def multiprocessors(capability: tuple[int, int] | None) -> int:
 def configure(problem: Problem) -> Config:
     """The launch configuration of `problem`."""
     wide = problem.dtype == torch.float32
-    chunk = problem.chunk_size if problem.return_intermediate_states else 32
+    chunk = 32
     K, V = pad(problem.K), pad(problem.V)
     scan_block_v = scan_block(problem, K, V, wide)
     return Config(
         chunk=chunk,
         form="matrix" if problem.bounded and problem.dtype != torch.float16 else "any",
         precision="ieee" if problem.capability is None else "tf32x3",
-        fuse_output=True,
         gate_block_k=min(K, 64),
         gate_warps=4,
-        block_k=min(K, 32 if wide else 64),
-        block_v=min(V, 32 if wide else 64),
+        block_k=min(K, 16 if wide else 32),
+        block_v=min(V, 16 if wide else 32),
         intra_warps=4,
         scan_block_v=scan_block_v,
         scan_warps=4 if K * scan_block_v <= 8192 else 8,

@@ -11,8 +11,7 @@ import torch
 
 from openkda.portable.config import configure
 from openkda.portable.gate import gate_cumsum
-from openkda.portable.output import output
-from openkda.portable.state import scan_output, state_scan
+from openkda.portable.state import scan_output
 from openkda.portable.wy import prepare
 from openkda.problem import FLOAT_DTYPES, Inputs, Problem
 
@@ -43,16 +42,12 @@ def forward(problem: Problem, inputs: Inputs) -> tuple[torch.Tensor, torch.Tenso
     o = (torch.empty if covered else torch.zeros)(inputs.v.shape, dtype=inputs.v.dtype, device=inputs.v.device)
     G = gate_cumsum(problem, config, plan, inputs.g, inputs.A_log, inputs.dt_bias)
     Aqk, w, u, kg, qg = prepare(problem, config, plan, inputs.q, inputs.k, inputs.v, G, inputs.beta)
-    if config.fuse_output:
-        h = None
-        if problem.return_intermediate_states:
-            h = torch.zeros(plan.num_chunks, problem.HV, problem.K, problem.V, dtype=problem.dtype, device=o.device)
-        S_final = scan_output(problem, config, plan, w, kg, u, G, qg, Aqk, o, inputs.initial_state, h)
-    else:
-        h, r, S_final = state_scan(problem, config, plan, w, kg, u, G, inputs.initial_state)
-        output(problem, config, plan, qg, Aqk, r, h, o)
-    final_state = S_final if problem.output_final_state else None
-    return o, final_state, chunk_entry_states(problem, inputs, h) if problem.return_intermediate_states else None
+    h = entries = None
+    if problem.return_intermediate_states:
+        entries = inputs.plan(problem, problem.chunk_size)
+        h = torch.zeros(entries.num_chunks, problem.HV, problem.K, problem.V, dtype=problem.dtype, device=o.device)
+    final_state = scan_output(problem, config, plan, w, kg, u, G, qg, Aqk, o, inputs.initial_state, h, entries)
+    return o, final_state, None if h is None else chunk_entry_states(problem, inputs, h)
 
 
 def chunk_entry_states(problem: Problem, inputs: Inputs, h: torch.Tensor) -> torch.Tensor:

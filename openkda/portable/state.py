@@ -43,8 +43,10 @@ def scan_kernel(
     S_final_ptr,  # [N, HV, K, V] or None
     M_ptr,  # [N, HV, K, K] fp32; None unless AFFINE
     sequences_ptr,  # [N, 4] int32
+    entries_ptr,  # [N, 4] int32: where in h a sequence's states go; None: as sequences_ptr says
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, KP: tl.constexpr, BV: tl.constexpr,
-    V_FIRST: tl.constexpr, P: tl.constexpr, STAGES: tl.constexpr,
+    V_FIRST: tl.constexpr, EVERY: tl.constexpr, P: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     h = tl.program_id(1)
     n = tl.program_id(2).to(tl.int64)
@@ -56,6 +58,8 @@ def scan_kernel(
     S = tl.zeros([KP, BV], tl.float32)
     if S0_ptr is not None:
         S = tl.load(state_pointers(S0_ptr, n, HV, h, kk, vv, K, V, V_FIRST), mask=state_mask, other=0.0).to(tl.float32)
+    if entries_ptr is not None:
+        chunk = tl.load(entries_ptr + n * 4 + 2).to(tl.int64)
     vu = vv  # columns of u
     if M_ptr is not None:
         summary = tl.program_id(0) * BV >= tl.cdiv(V, BV) * BV
@@ -76,8 +80,9 @@ def scan_kernel(
         decay = tl.exp2(load_vector(G_ptr + at * K + last * (HV * K), kk, K, KP))
         Sb = S.to(w.dtype)
         if h_ptr is not None:
-            target = state_pointers(h_ptr, chunk + c, HV, h, kk, vv, K, V, False)
-            tl.store(target, S.to(h_ptr.dtype.element_ty), mask=state_mask)
+            if c % EVERY == 0:
+                target = state_pointers(h_ptr, chunk + c // EVERY, HV, h, kk, vv, K, V, False)
+                tl.store(target, S.to(h_ptr.dtype.element_ty), mask=state_mask)
         r = u.to(tl.float32) - tl.dot(w, Sb, input_precision=P)
         rb = r.to(w.dtype)
         if r_ptr is not None:
@@ -102,15 +107,17 @@ def launch_scan(
     problem: Problem, config: Config, sequences: torch.Tensor, C: int, w: torch.Tensor, kg: torch.Tensor, u: torch.Tensor, G: torch.Tensor,
     *, qg: torch.Tensor | None = None, Aqk: torch.Tensor | None = None, o: torch.Tensor | None = None, S0: torch.Tensor | None = None,
     h: torch.Tensor | None = None, r: torch.Tensor | None = None, S_final: torch.Tensor | None = None, M: torch.Tensor | None = None,
-    v_first: bool = False,
+    v_first: bool = False, entries: torch.Tensor | None = None, every: int = 1,
 ) -> None:  # fmt: skip
-    """Run `scan_kernel` over the rows of `sequences` [N, 4]; tensors as the kernel's parameters, absent ones None."""
+    """Run `scan_kernel` over the rows of `sequences` [N, 4]; tensors as the kernel's parameters, absent ones None.
+
+    h takes the entry state of every `every`-th chunk of a sequence, from row entries[n, 2] on (by default sequences[n, 2])."""
     N, K, V, BV = sequences.shape[0], problem.K, problem.V, config.scan_block_v
     blocks = triton.cdiv(V, BV) + (0 if M is None else triton.cdiv(K, BV))
     if N == 0:
         return
     scan_kernel[(blocks, problem.HV, N)](
-        w, kg, u, G, qg, Aqk, o, S0, h, r, S_final, M, sequences, HV=problem.HV, K=K, V=V, C=C, KP=pad(K), BV=BV, V_FIRST=v_first,
+        w, kg, u, G, qg, Aqk, o, S0, h, r, S_final, M, sequences, entries, HV=problem.HV, K=K, V=V, C=C, KP=pad(K), BV=BV, V_FIRST=v_first, EVERY=every,
         P=config.precision, STAGES=config.scan_stages, num_warps=config.scan_warps,
     )  # fmt: skip
 
@@ -137,13 +144,15 @@ def state_scan(
 def scan_output(
     problem: Problem, config: Config, plan: Plan, w: torch.Tensor, kg: torch.Tensor, u: torch.Tensor, G: torch.Tensor, qg: torch.Tensor,
     Aqk: torch.Tensor, o: torch.Tensor, initial_state: torch.Tensor | None = None, h: torch.Tensor | None = None,
+    entries: Plan | None = None,
 ) -> torch.Tensor | None:  # fmt: skip
-    """state_scan and output in one pass: writes o [B, T, HV, V] (and h [NC, HV, K, V] where given); returns S_final.
+    """state_scan and output in one pass: writes o [B, T, HV, V] ; returns S_final, None unless problem.output_final_state.
 
-    S_final is None unless problem.output_final_state."""
+    h [NC, HV, K, V], where given, takes the entry states of the chunks of the plan `entries`, whose chunk size is a multiple of `plan`'s."""
     S_final = torch.empty(problem.state_shape, dtype=problem.state_dtype, device=w.device) if problem.output_final_state else None
     launch_scan(
         problem, config, plan.sequences, plan.chunk_size, w, kg, u, G, qg=qg, Aqk=Aqk, o=o, S0=contiguous(initial_state), h=h,
-        S_final=S_final, v_first=problem.state_v_first,
+        S_final=S_final, v_first=problem.state_v_first, entries=None if entries is None else entries.sequences,
+        every=1 if entries is None else entries.chunk_size // plan.chunk_size,
     )  # fmt: skip
     return S_final
