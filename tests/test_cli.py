@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file, safe_open
 from typer.testing import CliRunner
 
@@ -17,6 +19,7 @@ from openkda.cli import check as check_module
 from openkda.cli import explain as explain_module
 from openkda.cli.app import app
 from openkda.cli.draw import draw_mapping
+from openkda.cli.errors import BadInput
 from openkda.cli.pipeline import chunk_count, launch, mapping, portable_backward_stages, stages
 from openkda.cli.recording import FLAGS, NUMBERS, OPTIONAL, REQUIRED, read, write
 from openkda.model import KDAConfig, KDAForCausalLM
@@ -168,9 +171,11 @@ DAMAGES = {
     "a list": (lambda data: (2).to_bytes(8, "little") + b"[]", "no table of tensors"),
     "unknown dtype": (header_edit(relabel), "g's dtype in"),
     "shape that does not fit": (header_edit(shrink), "cannot be read as safetensors"),
+    "offsets": (header_edit(lambda header: header | {"g": header["g"] | {"data_offsets": "all"}}), "g's data_offsets in"),
     "stranger": (header_edit(lambda header: header | {"x": header["g"]}), "has a tensor x, which is none of"),
     "flag": (header_edit(lambda header: header | {"__metadata__": {"safe_gate": "maybe"}}), "metadata safe_gate of"),
     "number": (header_edit(lambda header: header | {"__metadata__": {"scale": "big"}}), "metadata scale of"),
+    "infinite number": (header_edit(lambda header: header | {"__metadata__": {"scale": "inf"}}), "metadata scale of"),
 }
 
 
@@ -180,6 +185,23 @@ def test_damaged_files_are_refused_in_one_sentence(tmp_path, recording, name):
     recording.write_bytes(damage(recording.read_bytes()))
     assert words in refused("run", recording, "--out", tmp_path / "out" / "o.safetensors", "--device", "cpu")
     assert [p.name for p in tmp_path.iterdir()] == ["layer.safetensors"]
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_no_damage_gives_anything_but_a_sentence(recording, data):
+    """Bytes overwritten, cut off or added anywhere: the file is read, or refused as bad input."""
+    whole = recording.read_bytes()
+    header = 8 + int.from_bytes(whole[:8], "little")
+    at = data.draw(st.integers(0, header) | st.integers(0, len(whole)))
+    piece = data.draw(st.binary(max_size=6) | st.sampled_from([b"[", b"null", b"-1", b'"F32"', b"1e999", b"{}"]))
+    keep = data.draw(st.sampled_from([0, len(piece), len(whole)]))
+    damaged = recording.with_name("damaged.safetensors")
+    damaged.write_bytes(whole[:at] + piece + whole[at + keep :])
+    try:
+        read(damaged)
+    except BadInput as error:
+        assert "\n" not in str(error)
 
 
 def test_files_and_options_that_cannot_be_used(tmp_path, recording):
@@ -193,6 +215,16 @@ def test_files_and_options_that_cannot_be_used(tmp_path, recording):
     assert "--device is 'cuda:99'" in refused("run", recording, "--device", "cuda:99")
     assert "backend is 'best'" in refused("run", recording, "--backend", "best")
     assert "backend is 'hopper', which cannot serve this call" in refused("run", recording, "--backend", "hopper", "--device", "cpu")
+    assert [p.name for p in tmp_path.iterdir()] == ["layer.safetensors"]
+
+
+def test_a_full_disk_is_one_sentence(tmp_path, recording, monkeypatch):
+    full = lambda *args, **kwargs: (_ for _ in ()).throw(OSError(28, "No space left on device"))
+    out, pictures = tmp_path / "o.safetensors", tmp_path / "pictures"
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", full)
+    assert "the picture cannot be written: No space" in refused("run", recording, "--out", out, "--plot", pictures, "--device", "cpu")
+    monkeypatch.setattr("openkda.cli.recording.save_file", full)
+    assert "the results cannot be written: " in refused("run", recording, "--out", out, "--device", "cpu")
     assert [p.name for p in tmp_path.iterdir()] == ["layer.safetensors"]
 
 

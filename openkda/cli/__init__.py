@@ -12,4 +12,7 @@ def main() -> None:
             raise
         print(f"openkda: the command line needs the package {missing.name}, which is missing: pip install 'openkda[cli]'", file=sys.stderr)
         sys.exit(2)
-    run_app()
+    try:
+        run_app()
+    except KeyboardInterrupt:  # before or after a command, which handle it themselves
+        sys.exit(130)

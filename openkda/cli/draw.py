@@ -11,6 +11,7 @@ from matplotlib.patches import Patch, Rectangle
 
 from openkda.cli.explain import Device, sizes
 from openkda.cli.pipeline import BLOCK, Mapping, mapping
+from openkda.cli.plots import save
 from openkda.problem import Problem
 
 MAX_CHUNKS, MAX_HEADS, MAX_ROWS, MAX_STEPS = 16, 4, 8, 6
@@ -27,7 +28,7 @@ def draw_mapping(p: Problem, backend: str, device: Device, lengths: tuple[int, .
     draw_chunks(figure.add_subplot(grid[0, :]), p, m, lengths)
     draw_scan(figure.add_subplot(grid[1, 0]), p, m, lengths)
     draw_scores(figure.add_subplot(grid[1, 1]), m)
-    figure.savefig(path, format="png")
+    save(figure, path)
 
 
 def chunk_cells(p: Problem, chunk: int, lengths: tuple[int, ...] | None) -> list[tuple[int, int, int]]:

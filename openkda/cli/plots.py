@@ -13,6 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm, PowerNorm
 from matplotlib.figure import Figure
 
+from openkda.cli.errors import BadInput
 from openkda.cli.recording import Recording
 from openkda.ops import chunk_kda
 from openkda.problem import Problem
@@ -60,7 +61,15 @@ def draw(
         for part, subject in zip(parts, subjects):
             curves, field = part.subplots(2, 1)
             {"decay": draw_decay, "state": draw_state, "error": draw_error}[subject](run, curves, field)
+        save(figure, path)
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Write the figure as PNG. BadInput where the disk refuses."""
+    try:
         figure.savefig(path, format="png")
+    except OSError as error:
+        raise BadInput(f"the picture cannot be written: {error.strerror}") from error
 
 
 def draw_decay(run: Run, curves: Axes, field: Axes) -> None:

@@ -13,6 +13,7 @@ recording through a layer of a checkpoint (`through_layer`).
 from __future__ import annotations
 
 import json
+import math
 import os
 import tempfile
 from collections.abc import Iterator
@@ -113,7 +114,7 @@ def _check_header(path: Path, required: tuple[str, ...], optional: tuple[str, ..
             header = json.loads(file.read(length))
     except OSError as error:
         raise BadInput(f"{path} cannot be read: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise BadInput(f"{path} is not a safetensors file: its header is not JSON") from error
     if not isinstance(header, dict) or not all(isinstance(entry, dict) for entry in header.values()):
         raise BadInput(f"{path} is not a safetensors file: its header is no table of tensors")
@@ -124,9 +125,12 @@ def _check_header(path: Path, required: tuple[str, ...], optional: tuple[str, ..
     for name, entry in header.items():
         if name not in (*required, *optional):
             raise BadInput(f"{path} has a tensor {name}, which is none of {', '.join((*required, *optional))}")
-        if entry.get("dtype") not in DTYPES:
+        if str(entry.get("dtype")) not in DTYPES:
             raise BadInput(f"{name}'s dtype in {path} is {entry.get('dtype')}; it must be one of {', '.join(DTYPES)}")
-        end = entry.get("data_offsets", [0, 0])[1]
+        offsets = entry.get("data_offsets")
+        if not (isinstance(offsets, list) and len(offsets) == 2 and all(isinstance(offset, int) for offset in offsets)):
+            raise BadInput(f"{name}'s data_offsets in {path} are {offsets}; they must be two whole numbers")
+        end = offsets[1]
         if 8 + length + end > size:
             missing = 8 + length + end - size
             raise BadInput(f"{path} is cut off: the data of {name} ends {missing} bytes after the end of the file")
@@ -143,9 +147,12 @@ def _number(path: Path, name: str, text: str) -> float | None:
     if text.lower() == "none":
         return None
     try:
-        return float(text)
-    except ValueError as error:
-        raise BadInput(f"metadata {name} of {path} is {text!r}; it must be a number or 'none'") from error
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise BadInput(f"metadata {name} of {path} is {text!r}; it must be a finite number or 'none'")
+    return number
 
 
 def _check_values(path: Path, name: str, x: torch.Tensor, log_decay: bool) -> None:
