@@ -15,7 +15,7 @@ Padding masks and packed sequences take one path: valid tokens are packed, and e
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from importlib.util import find_spec
 
 import torch
@@ -23,9 +23,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from openkda.ops import chunk_kda, fused_recurrent_kda
+from openkda.serving_step import kda_fused_decode
 
 # Below this many tokens per sequence, and without gradients, the token-by-token kernel is the shorter way.
 RECURRENT_TOKENS = 16
+# What kda_fused_decode accepts: tokens, taps, and elements of a head's state.
+FUSED_TOKENS, FUSED_TAPS, FUSED_STATE = range(1, 9), range(2, 9), 32768
 
 
 @dataclass
@@ -50,7 +53,8 @@ class KDACache:
     Args:
         conv_state: the last W-1 inputs of the short convolution, [N, 2*H*K + HV*V, W-1] in the layer's activation
             dtype; None before the first call.
-        recurrent_state: S, [N, HV, K, V] fp32; None before the first call.
+        recurrent_state: S, [N, HV, K, V] fp32; None before the first call. A decoding step updates both tensors in place,
+            so keep a clone, not a reference, of a state to return to.
         rollback_window: how many of the latest tokens `KimiDeltaAttention.rollback` must be able to take back.
             The inputs of the calls that brought them are kept; 0 (the default) keeps none.
     """
@@ -67,10 +71,19 @@ class KDACache:
             self.recurrent_state = self.recurrent_state.index_select(0, index)
         self._segments.clear()
 
-    def _remember(self, segment: _Segment) -> None:
-        self._segments.append(segment)
+    def _remember(self, segment: _Segment | None) -> None:
+        """Keep a call for `rollback`; None is a call that cannot be taken back, nor can what came before it."""
+        if segment is None or not self.rollback_window:
+            self._segments.clear()
+            return
+        self._segments.append(_Segment(*(getattr(segment, f.name).detach() for f in fields(segment))))
         while sum(s.tokens for s in self._segments[1:]) >= self.rollback_window:
             self._segments.pop(0)
+
+
+def _power_of_two(n: int) -> int:
+    """The least power of two that is at least n."""
+    return 1 << (n - 1).bit_length()
 
 
 def uses_causal_conv1d(stream: Tensor, taps: int) -> bool:
@@ -117,7 +130,8 @@ def short_conv(
         return _filter(x, weight, bias), x.new_zeros(N, D, 0)
     if cu_seqlens is None:
         stream = torch.cat([window, x], 1)  # [B, W-1+T, D]
-        return _filter(stream, weight, bias), stream[:, T:].transpose(1, 2)
+        # A clone: a view would keep the whole stream alive in the cache.
+        return _filter(stream, weight, bias), stream[:, T:].transpose(1, 2).clone(memory_format=torch.contiguous_format)
     # Packed: one stream in which each sequence is preceded by its own window, so a single convolution serves all and
     # the rows that mix two sequences are never read. Tokens after the last sequence follow the last block.
     device = x.device
@@ -282,11 +296,14 @@ class KimiDeltaAttention(nn.Module):
         gate = self.f_b_proj(self.f_a_proj(hidden_states)).unflatten(-1, (self.num_v_heads, self.head_dim))
         return qkv, gate, self.b_proj(hidden_states)
 
+    def _convolution(self) -> tuple[Tensor, Tensor | None]:
+        """Weight [2*H*K + HV*V, 1, W] and bias of the three convolutions as one."""
+        convs = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
+        return torch.cat([c.weight for c in convs]), None if convs[0].bias is None else torch.cat([c.bias for c in convs])
+
     def convolve(self, qkv: Tensor, state: Tensor | None = None, cu_seqlens: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The short convolution of all three: q, k [B, T, H, K], v [B, T, HV, V] and the new window [N, channels, W-1]."""
-        convs = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
-        weight = torch.cat([c.weight for c in convs])
-        bias = None if convs[0].bias is None else torch.cat([c.bias for c in convs])
+        weight, bias = self._convolution()
         y, state = short_conv(qkv, weight, bias, state=state, cu_seqlens=cu_seqlens)
         q, k, v = y.split([self.key_dim, self.key_dim, self.value_dim], -1)
         heads = lambda x, count: x.unflatten(-1, (count, -1))
@@ -317,12 +334,44 @@ class KimiDeltaAttention(nn.Module):
         q, k, v, conv_state = self.convolve(qkv, conv_state, cu_seqlens)
         sequences = q.shape[0] if cu_seqlens is None else max(cu_seqlens.numel() - 1, 1)
         short = q.shape[0] * q.shape[1] <= RECURRENT_TOKENS * sequences and not torch.is_grad_enabled()
-        kda = fused_recurrent_kda if short else chunk_kda
+        kda, backend = (fused_recurrent_kda, self._step_backend()) if short else (chunk_kda, self.backend)
         o, recurrent_state = kda(
             q, k, v, gate, beta, initial_state=recurrent_state, output_final_state=keep_state, cu_seqlens=cu_seqlens,
-            **self.kernel_options(),
+            **self.kernel_options() | {"backend": backend},
         )  # fmt: skip
         return o, conv_state, recurrent_state
+
+    def _fused_step_serves(self, qkv: Tensor, cache: KDACache | None) -> bool:
+        """Whether these tokens go on from a state and are few enough for the one-kernel step, which has no gradient and no fp64."""
+        return (
+            cache is not None
+            and cache.recurrent_state is not None
+            and not cache.recurrent_state.requires_grad
+            and qkv.shape[1] in FUSED_TOKENS
+            and self.conv_size in FUSED_TAPS
+            and _power_of_two(self.head_dim) * _power_of_two(self.head_v_dim) <= FUSED_STATE
+            and qkv.dtype != torch.float64
+            and not torch.is_grad_enabled()
+        )
+
+    def _fused_step(self, qkv: Tensor, gate: Tensor, beta: Tensor, output_gate: Tensor, cache: KDACache) -> Tensor:
+        """Convolution, KDA and output norm in one kernel, the cache's states updated in place: [B, T, HV, V]."""
+        if cache.rollback_window:
+            cache._remember(_Segment(cache.conv_state, cache.recurrent_state, qkv, gate, beta))
+            cache.conv_state, cache.recurrent_state = cache.conv_state.clone(), cache.recurrent_state.clone()
+        q, k, v = qkv.split([self.key_dim, self.key_dim, self.value_dim], -1)
+        weight, bias = self._convolution()
+        return kda_fused_decode(
+            q.unflatten(-1, (self.num_heads, -1)), k.unflatten(-1, (self.num_heads, -1)), v.unflatten(-1, (self.num_v_heads, -1)),
+            gate, beta, output_gate, A_log=self.A_log, dt_bias=self.dt_bias, lower_bound=self.lower_bound, conv_weight=weight[:, 0],
+            conv_bias=bias, norm_weight=self.o_norm.weight, norm_eps=self.o_norm.eps, state_pool=cache.recurrent_state,
+            conv_pool=cache.conv_state, state_indices=torch.arange(qkv.shape[0], dtype=torch.int32, device=qkv.device),
+            allow_neg_eigval=self.allow_neg_eigval, state_v_first=False, backend=self._step_backend(),
+        )  # fmt: skip
+
+    def _step_backend(self) -> str | None:
+        """The backend of the token-by-token forms: the Hopper backend has none of its own, so the best of the others."""
+        return None if self.backend == "hopper" else self.backend
 
     def forward(
         self,
@@ -363,19 +412,18 @@ class KimiDeltaAttention(nn.Module):
             raise ValueError(f"hidden_states must have B=1 with cu_seqlens, got B={B}")
 
         qkv, gate, beta = self.project(hidden_states)
-        conv_state, recurrent_state = (None, None) if cache is None else (cache.conv_state, cache.recurrent_state)
-        o, new_conv_state, new_state = self._attend(qkv, gate, beta, conv_state, recurrent_state, cu_seqlens, cache is not None)
-        if cache is not None:
-            if cache.rollback_window and cu_seqlens is None:
-                entry = [torch.zeros_like(new) if old is None else old for old, new in
-                         ((conv_state, new_conv_state), (recurrent_state, new_state))]  # fmt: skip
-                cache._remember(_Segment(*(x.detach() for x in (*entry, qkv, gate, beta))))
-            else:
-                cache._segments.clear()
-            cache.conv_state, cache.recurrent_state = new_conv_state, new_state
-
-        y = self.g_b_proj(self.g_a_proj(hidden_states)).unflatten(-1, (self.num_v_heads, self.head_v_dim))
-        y = self.o_proj(self.o_norm(o, y).flatten(-2))
+        output_gate = self.g_b_proj(self.g_a_proj(hidden_states)).unflatten(-1, (self.num_v_heads, self.head_v_dim))
+        if cu_seqlens is None and self._fused_step_serves(qkv, cache):
+            y = self._fused_step(qkv, gate, beta, output_gate, cache)
+        else:
+            old = (None, None) if cache is None else (cache.conv_state, cache.recurrent_state)
+            o, *new = self._attend(qkv, gate, beta, *old, cu_seqlens, cache is not None)
+            if cache is not None:
+                cache.conv_state, cache.recurrent_state = new
+                entry = [torch.zeros_like(after) if before is None else before for before, after in zip(old, new)]
+                cache._remember(None if cu_seqlens is not None else _Segment(*entry, qkv, gate, beta))
+            y = self.o_norm(o, output_gate)
+        y = self.o_proj(y.flatten(-2))
         return y if packing is None else packing.unpack(y)
 
     @torch.no_grad()

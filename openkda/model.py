@@ -221,8 +221,9 @@ def write_layer_cache(cache: DynamicCache, layer_idx: int, state: KDACache) -> N
     layer = cache.layers[layer_idx]
     if not layer.is_conv_states_initialized[0]:
         layer.lazy_initialization(conv_states=state.conv_state, recurrent_states=state.recurrent_state)
-    layer.conv_states[0].copy_(state.conv_state)
-    layer.recurrent_states[0].copy_(state.recurrent_state)
+    for kept, new in ((layer.conv_states[0], state.conv_state), (layer.recurrent_states[0], state.recurrent_state)):
+        if kept is not new:  # a decoding step has written into the cache's own tensors already
+            kept.copy_(new)
     layer.has_previous_state[0] = True
 
 

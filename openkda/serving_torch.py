@@ -68,7 +68,7 @@ def decode(
     first, length = sequence_rows(problem, cu_seqlens, q.device)
     states = pool if not problem.state_v_first else pool.mT  # [slots, HV, K, V]
     S = torch.where(ok[:, None, None, None], states[slot], 0).float()
-    o = torch.zeros(problem.R, problem.HV, problem.V, device=q.device)
+    o = torch.zeros(problem.R, problem.HV, problem.V, dtype=torch.float32, device=q.device)
     for t in range(int(length.max()) if problem.N else 0):
         n = (ok & (t < length)).nonzero().squeeze(1)
         row = first[n] + t
@@ -100,7 +100,7 @@ def fused_step(
     y = F.conv1d(taps, conv_weight.float()[:, None], None if conv_bias is None else conv_bias.float(), groups=taps.shape[1])
     y = F.silu(y).mT.split([H * K, H * K, HV * V], -1)  # [N, S, ..] each
     y = [t.unflatten(-1, (-1, d)) for t, d in zip(y, (K, K, V))]
-    o = torch.empty(N, S, HV, V, device=out.device)
+    o = torch.empty(N, S, HV, V, dtype=torch.float32, device=out.device)
     decode(problem, *y, gate, beta, o, A_log, dt_bias, pool, index, accepted, None)
     o = o * torch.rsqrt(o.square().mean(-1, keepdim=True) + problem.norm_eps) * norm_weight.float() * torch.sigmoid(output_gate.float())
     out.copy_(o.masked_fill(~ok[:, None, None, None], 0))
@@ -117,7 +117,7 @@ def gather_states(pool: torch.Tensor, index: torch.Tensor, has_initial: torch.Te
     ok = valid_slots(index, pad_slot, pool.shape[0])
     if has_initial is not None:
         ok = ok & has_initial
-    dense = torch.zeros(index.shape[0], *pool.shape[1:], device=pool.device)
+    dense = torch.zeros(index.shape[0], *pool.shape[1:], dtype=torch.float32, device=pool.device)
     dense[ok] = pool[index[ok].long()].float()
     return dense
 

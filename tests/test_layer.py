@@ -22,12 +22,12 @@ KINDS = {
 def make_layer(kind: str = "softplus", dtype: torch.dtype = torch.float64) -> KimiDeltaAttention:
     """A small layer; in fp64 by default, so that equivalences hold to 1e-9 instead of to rounding."""
     torch.manual_seed(0)
-    layer = KimiDeltaAttention(HIDDEN, 2, 8, **KINDS[kind]).to(dtype)
+    layer = KimiDeltaAttention(HIDDEN, 2, 8, **KINDS[kind])
     with torch.no_grad():
         layer.o_norm.weight.uniform_(0.5, 1.5)
         for p in (layer.f_a_proj.weight, layer.f_b_proj.weight, layer.b_proj.weight):
             p.mul_(4)  # gates and write strengths that differ from token to token
-    return layer
+    return layer.to(dtype)
 
 
 def rewrite(layer: KimiDeltaAttention, x: torch.Tensor, p: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -109,6 +109,28 @@ def test_cache_carries_any_split(kind, pieces):
         torch.testing.assert_close(layer(x), whole, rtol=0, atol=0)
     torch.testing.assert_close(cache.recurrent_state, whole_cache.recurrent_state, **TIGHT)
     torch.testing.assert_close(cache.conv_state, whole_cache.conv_state, **TIGHT)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_decoding_step_equals_the_stages(kind, tokens, monkeypatch):
+    """Single precision decodes through the fused step, double precision stage by stage."""
+    used = []
+    step = layer_module.kda_fused_decode
+    monkeypatch.setattr(layer_module, "kda_fused_decode", lambda *args, **options: used.append(1) or step(*args, **options))
+    exact, low = make_layer(kind), make_layer(kind, torch.float32)
+    x = torch.randn(3, 12, HIDDEN)
+    caches = KDACache(), KDACache(rollback_window=4)
+    with torch.no_grad():
+        for piece in x.split([5, *[tokens] * (6 // tokens), 1], 1):
+            expected, y = exact(piece, cache=caches[0]), low(piece.float(), cache=caches[1])
+            torch.testing.assert_close(y.double(), expected, rtol=1e-3, atol=1e-5)
+        assert len(used) == 6 // tokens + 1
+        low.rollback(caches[1], 2)
+        again = low(x[:, 10:].float(), cache=caches[1])
+        torch.testing.assert_close(again.double(), exact(x)[:, 10:], rtol=1e-3, atol=1e-5)
+    for a, b in zip((caches[1].conv_state, caches[1].recurrent_state), (caches[0].conv_state, caches[0].recurrent_state)):
+        torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["softplus", "grouped"])

@@ -48,6 +48,20 @@ def test_cache_equals_the_full_forward(mix, rope_theta, pieces):
         torch.testing.assert_close(model(ids, logits_to_keep=3).logits, whole.logits[:, -3:])
 
 
+@pytest.mark.parametrize("mix", ["kda", "hybrid"])
+def test_single_precision_decodes_in_place(mix):
+    """fp32 decodes through the fused step, which writes into the cache's own tensors."""
+    model, ids = small_model(mix).float(), tokens(2, 11)
+    cache = KDAModelCache(model.config)
+    with torch.no_grad():
+        parts = [model(ids[:, :6], **{CACHE_NAME: cache}).logits]
+        states = [layer.recurrent_states[0] for layer in cache.layers if hasattr(layer, "recurrent_states")]
+        parts += [model(piece, **{CACHE_NAME: cache}).logits for piece in ids[:, 6:].split(1, 1)]
+        torch.testing.assert_close(torch.cat(parts, 1), model(ids).logits, rtol=1e-4, atol=1e-4)
+    after = [layer.recurrent_states[0] for layer in cache.layers if hasattr(layer, "recurrent_states")]
+    assert all(a is b for a, b in zip(states, after, strict=True))
+
+
 def test_transformers_own_cache_serves():
     model, ids = small_model("hybrid"), tokens(2, 9)
     cache = DynamicCache(config=model.config)
