@@ -15,6 +15,7 @@ from itertools import pairwise
 import torch
 
 from openkda.problem import Inputs, Problem, describe
+from openkda.recorded import trained_gate_statistics
 from openkda.reference import naive_recurrent_kda, prepare
 
 REGIMES = ("random", "init", "trained", "zero", "extreme", "mixed")
@@ -78,8 +79,6 @@ def gate_logits(
         fast = torch.arange(K, **at) % 2 == 0
         return randn(T, HV, K), zeros, torch.where(fast, 20.0 if bounded else 50.0, slow_bias)
     if regime == "trained":
-        from openkda.recorded import trained_gate_statistics
-
         A_log, mean, spread = (x.to(generator.device) for x in trained_gate_statistics())
         heads = torch.arange(HV, **at) % A_log.shape[0]
         channels = torch.arange(K, **at) % mean.shape[1]
