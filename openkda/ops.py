@@ -6,6 +6,7 @@ import torch
 
 from openkda import backends
 from openkda.autograd import TENSORS, ChunkKDA
+from openkda.custom_ops import chunk_kda_op
 from openkda.problem import FLOAT_DTYPES, describe, fail
 from openkda.reference import activate_gate
 from openkda.serving import recurrent_in_pool
@@ -58,7 +59,7 @@ def chunk_kda(
         use_beta_sigmoid_in_kernel: beta holds logits. allow_neg_eigval: twice the sigmoid.
         safe_gate: promises that g lies in [lower_bound, 0); with the gate computed outside the promise is the caller's.
         lower_bound: in [-5, 0).
-        disable_recompute: keep intermediates for the backward where a backend can (more memory, less time).
+        disable_recompute: keep intermediates for the backward where a backend can (more memory, less time); compiled graphs recompute.
         return_intermediate_states: also return the states at the entry of every chunk; not differentiable.
         state_v_first: states are [.., V, K]. transpose_state_layout: older name of the same option.
         cu_seqlens: [N + 1] int32 or int64, B = 1: the sequences packed along T. Must start at 0 and never fall; may end before T, where o
@@ -85,6 +86,15 @@ def chunk_kda(
         state_v_first = transpose_state_layout
     if use_graph and cu_seqlens is not None and max_num_seqs is not None and cu_seqlens.shape[0] - 1 != max_num_seqs:
         raise fail("max_num_seqs", max_num_seqs, f"the sequence count of cu_seqlens, {cu_seqlens.shape[0] - 1}, padded by its last entry")
+    if torch.compiler.is_compiling():
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not return_intermediate_states):
+            o, final_state, h = chunk_kda_op(
+                q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu, scale, use_gate_in_kernel, lower_bound,
+                safe_gate, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, output_final_state,
+                return_intermediate_states, state_v_first, chunk_size, not use_graph, backend,
+            )  # fmt: skip
+        final_state = final_state if output_final_state else None
+        return (o, final_state, h) if return_intermediate_states else (o, final_state)
     problem, inputs = describe(
         q, k, v, g, beta, A_log=A_log, dt_bias=dt_bias, initial_state=initial_state, cu_seqlens=cu_seqlens, cu_seqlens_cpu=cu_seqlens_cpu,
         scale=scale, use_gate_in_kernel=use_gate_in_kernel, lower_bound=lower_bound, safe_gate=safe_gate,

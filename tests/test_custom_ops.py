@@ -1,0 +1,97 @@
+"""chunk_kda under torch.compile: whole graphs, training, shapes of the fakes, and torch.library's own checks of the operators."""
+
+import pytest
+import torch
+
+from openkda import chunk_kda
+from openkda.custom_ops import chunk_kda_backward_op, chunk_kda_op
+from openkda.testing import make_case, relative_error
+
+# the schema's arguments after the tensors: gate, norm and beta inside; o and final_state out; chunks of 64
+FLAGS = (None, None, None, True, -5.0, False, True, True, False, True, False, False, 64, True)
+
+
+class Mixer(torch.nn.Module):
+    """The smallest module that trains everything chunk_kda takes."""
+
+    def __init__(self, backend: str, D: int = 16):
+        super().__init__()
+        self.backend, self.D = backend, D
+        self.project = torch.nn.Linear(D, 4 * D + 1)
+        self.A_log = torch.nn.Parameter(torch.zeros(1))
+        self.dt_bias = torch.nn.Parameter(torch.zeros(D))
+
+    def forward(self, x, state):
+        q, k, v, g, beta = self.project(x).split([self.D] * 4 + [1], -1)
+        heads = lambda y: y[:, :, None]
+        o, state = chunk_kda(
+            heads(q), heads(k), heads(v), heads(g), beta, initial_state=state, output_final_state=True, use_qk_l2norm_in_kernel=True,
+            use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True, lower_bound=-5.0, A_log=self.A_log, dt_bias=self.dt_bias,
+            backend=self.backend,
+        )  # fmt: skip
+        return o[:, :, 0], state
+
+
+def step(model, x, state):
+    o, final = model(x, state)
+    (o.square().mean() + final.square().mean()).backward()
+    return [p.grad.clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("backend", ["torch", "portable"])
+def test_whole_graph_trains(device, backend):
+    torch.manual_seed(0)
+    model = Mixer(backend).to(device)
+    x, state = torch.randn(2, 35, 16, device=device), 0.1 * torch.randn(2, 1, 16, 16, device=device)
+    expected = step(model, x, state)
+    model.zero_grad()
+    found = step(torch.compile(model, fullgraph=True, backend="aot_eager"), x, state)
+    for a, b in zip(found, expected):
+        assert relative_error(a, b) < 1e-5
+
+
+def test_shapes_may_vary(device):
+    model = torch.compile(Mixer("torch").to(device), fullgraph=True, backend="aot_eager", dynamic=True)
+    for T in (20, 33, 50):
+        o, final = model(torch.randn(1, T, 16, device=device), None)
+        assert o.shape == (1, T, 16) and final.shape == (1, 1, 16, 16)
+        o.sum().backward()
+
+
+@pytest.mark.parametrize("lengths", [None, (20, 13)])
+def test_intermediate_states_in_a_graph(device, lengths):
+    case = make_case("random", T=33, H=1, K=16, lengths=lengths, return_intermediate_states=True, device=device)
+    expected = chunk_kda(**case.args)
+    found = torch.compile(lambda: chunk_kda(**case.args), fullgraph=True, backend="aot_eager")()
+    for a, b in zip(found, expected):
+        assert torch.equal(a, b)
+
+
+def operands(device, backend, **changes):
+    case = make_case("random", **{**dict(T=20, H=1, HV=2, K=16, V=8), **changes}, device=device)
+    names = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state", "cu_seqlens")
+    tensors = [case.args.get(n) for n in names]
+    return [t.requires_grad_() if t is not None and t.is_floating_point() else t for t in tensors], (*FLAGS[1:], backend)
+
+
+@pytest.mark.parametrize("backend", ["torch", "portable"])
+@pytest.mark.parametrize("changes", [dict(), dict(lengths=(5, 0, 15)), dict(initial_state=False, HV=1)])
+def test_opcheck(device, backend, changes):
+    tensors, flags = operands(device, backend, **changes)
+    torch.library.opcheck(chunk_kda_op, (*tensors, *flags))
+
+
+@pytest.mark.parametrize("backend", ["torch", "portable"])
+def test_opcheck_backward(device, backend):
+    tensors, flags = operands(device, backend)
+    given = [t if t is None else t.detach() for t in tensors]
+    o, final, _ = chunk_kda_op(*given, *flags)
+    needs = [True, False, True, True, True, True, True, True]
+    for dfinal in (torch.randn_like(final), None):
+        torch.library.opcheck(chunk_kda_backward_op, (o, torch.randn_like(o), dfinal, needs, *given, *flags))
+
+
+def test_errors_reach_the_caller(device):
+    tensors, flags = operands(device, "torch")
+    with pytest.raises(ValueError, match="chunk_size is 48"):
+        chunk_kda_op(*tensors, *flags[:-3], 48, *flags[-2:])
