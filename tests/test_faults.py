@@ -239,28 +239,31 @@ def test_16_one_long_sequence_among_short_ones(backend, device, size, initial_st
     check(case, backend)
 
 
+def large_raw_call(T: int, H: int, backend: str, device: torch.device) -> dict[str, object]:
+    """Arguments of a raw bf16 call with K = V = 128, drawn on the device."""
+    gen = torch.Generator(device).manual_seed(0)
+    args = {name: torch.randn(1, T, H, 128, dtype=BF16, device=device, generator=gen) for name in ("q", "k", "v", "g")}
+    args["beta"] = torch.randn(1, T, H, dtype=BF16, device=device, generator=gen)
+    flags = dict.fromkeys(("use_gate_in_kernel", "use_beta_sigmoid_in_kernel", "use_qk_l2norm_in_kernel", "output_final_state"), True)
+    return args | flags | dict(lower_bound=-5.0, backend=backend)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("T", [16224, 16384])
 def test_16_many_heads(backend, device, T):
-    case = make_case("init", T=T, H=128, K=128, dtype=BF16, initial_state=False, device=device)
-    o, S = run(case, backend)
+    o, S = chunk_kda(**large_raw_call(T, 128, backend, device))
     assert o.isfinite().all() and S.isfinite().all()
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("T, H", [(270336, 64), (8193, 2048)])
 def test_17_more_than_2_to_the_31_elements(backend, device, T, H):
-    """The last chunk of every head equals that of the same head alone, started from its state."""
+    """The last chunk of every head equals that of the last thousand tokens alone: this gate has forgotten everything before."""
     if backend == "torch":
         pytest.skip("the torch backend addresses through torch")
-    torch.manual_seed(0)
-    q, k, v, g = (torch.randn(1, T, H, 128, dtype=BF16, device=device) for _ in range(4))
-    beta = torch.randn(1, T, H, dtype=BF16, device=device)
-    raw = dict(use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True, use_qk_l2norm_in_kernel=True, lower_bound=-5.0, backend=backend)
-    with torch.no_grad():
-        o, S = chunk_kda(q, k, v, g, beta, output_final_state=True, **raw)
-        tail = slice(T - 1024, T)  # a random gate has forgotten everything before
-        o2, S2 = chunk_kda(*(x[:, tail].contiguous() for x in (q, k, v, g, beta)), output_final_state=True, **raw)
+    args = large_raw_call(T, H, backend, device)
+    o, S = chunk_kda(**args)
+    o2, S2 = chunk_kda(**{**args, **{name: args[name][:, -1024:].contiguous() for name in TOKENWISE}})
     assert relative_error(o[:, -64:], o2[:, -64:]) < 5e-3 and relative_error(S, S2) < 5e-3
 
 
