@@ -334,6 +334,7 @@ class KimiDeltaAttention(nn.Module):
         q, k, v, conv_state = self.convolve(qkv, conv_state, cu_seqlens)
         sequences = q.shape[0] if cu_seqlens is None else max(cu_seqlens.numel() - 1, 1)
         short = q.shape[0] * q.shape[1] <= RECURRENT_TOKENS * sequences and not torch.is_grad_enabled()
+        short = short and not torch.compiler.is_compiling()  # to the compiler only chunk_kda is one operator
         kda, backend = (fused_recurrent_kda, self._step_backend()) if short else (chunk_kda, self.backend)
         o, recurrent_state = kda(
             q, k, v, gate, beta, initial_state=recurrent_state, output_final_state=keep_state, cu_seqlens=cu_seqlens,

@@ -143,7 +143,7 @@ class FullAttention(nn.Module):
             q, k = rotate(q, positions, self.rope_theta), rotate(k, positions, self.rope_theta)
         if cache is not None:
             k, v = cache.update(k, v, self.layer_idx)
-        causal = mask is None and q.shape[2] > 1
+        causal = mask is None and (True if q.shape[2] > 1 else False)  # noqa: SIM210 (a plain bool also when T is symbolic)
         o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=self.heads != self.kv_heads)
         return self.o_proj(o.transpose(1, 2).flatten(-2))
 
