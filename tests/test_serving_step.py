@@ -86,6 +86,18 @@ def test_equals_its_parts(backend, bounded, v_first, S, device):
     step.check(step.run(backend, [2, 1]), [2, 1], {2: (0, S), 1: (1, S)})
 
 
+@pytest.mark.parametrize("v_first", [True, False])
+def test_state_in_blocks(backend, v_first, device, monkeypatch):
+    """Many programs take the state in blocks of V; V need not fill the last one."""
+    from openkda import serving_step
+    from openkda.portable import fused_step
+
+    monkeypatch.setattr(fused_step, "config", lambda *args: fused_step.Config(block_v=8, num_warps=1, pdl=False))
+    monkeypatch.setattr(serving_step, "_launches", {})
+    step = Step(N=2, H=1, HV=2, K=16, V=20, v_first=v_first, device=device)
+    step.check(step.run(backend, [2, 1]), [2, 1], {2: (0, 1), 1: (1, 1)})
+
+
 @pytest.mark.parametrize("W", [2, 3, 4, 8])
 @pytest.mark.parametrize("tokens_last", [True, False])
 def test_taps_and_window_strides(backend, W, tokens_last, device):

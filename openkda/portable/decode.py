@@ -94,9 +94,11 @@ def config(K: int, V: int, state_bytes: int, v_first: bool, heads: int, capabili
     """Block of V and warps for `heads` = sequences x value heads. Measured on an H200 at K = V = 128 (docs/decode.md).
 
     V-first: a row of the state is contiguous in K, one warp reads it whole, and a one-warp program never waits at a barrier: 8 or 16 rows.
-    K-first: V is contiguous, so a block takes whole memory lines of it, and more warps once there are enough programs."""
+    K-first: V is contiguous, so a block takes whole memory lines of it, fp32 states by more warps once there are enough programs."""
     if v_first:
         warps, elements = 1, 1024 if heads < (512 if state_bytes == 2 else 4096) else 2048
+    elif state_bytes == 2:
+        warps, elements = 1, 4096
     elif heads < 128:
         warps, elements = 1, 2048
     elif heads < 2048:

@@ -9,13 +9,15 @@ Per token (x: the projections q, k, v before the convolution; W taps, weight[:, 
 
 Everything between x and out stays in fp32 registers. Grid: one program per (sequence, q/k head); it owns that head's q and k channels, the
 v channels and states of the value heads that read it, and serves those one after the other. So nobody else reads a window that it
-rewrites in place. The state is one [V, K] tile: the norm needs a head's whole output. Windows follow the same slots as the states
-(openkda/portable/decode.py), one window after each token where states are kept per token; old taps are in registers before any is written.
+rewrites in place. With one token the state passes through registers in blocks of BV values, the next one on its way while this one is
+computed; several tokens keep the whole [V, K] tile. Windows follow the same slots as the states (openkda/portable/decode.py), one window
+after each token where states are kept per token; old taps are in registers before any is written.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -24,6 +26,7 @@ import triton.language as tl
 
 from openkda.portable.decode import (
     LOG2E,
+    Config,
     Slots,
     SlotSizes,
     Tokens,
@@ -38,7 +41,7 @@ from openkda.portable.launch import PreparedLaunch
 from openkda.portable.tile import sigmoid
 from openkda.serving_problem import StepProblem
 
-MAX_TILE = 32768  # state elements of one program: 16 warps with 64 to a lane
+MAX_TILE = 32768  # state elements that a program can carry from token to token: 16 warps with 64 to a lane
 
 
 class Conv(NamedTuple):
@@ -81,7 +84,7 @@ def keep_window(
     S: tl.constexpr, W: tl.constexpr, FIRST_SLOT: tl.constexpr, WIDTH: tl.constexpr, STEP_COLUMN: tl.constexpr,
 ):  # fmt: skip
     """Write the window of [B] channels after every token that has a slot, or after the last token to the slot that was read."""
-    taps = ()  # the W - 1 old ones, then this call's S; Triton knows tuple sums, not unpacking
+    taps = ()  # the W - 1 old ones, then this call's S
     p_old = conv.pool + window + channel * sizes.channel
     for m in tl.static_range(W - 1):
         taps = taps + (tl.load(p_old + m * sizes.tap, mask=mask & ok, other=0.0),)  # noqa: RUF005
@@ -101,9 +104,28 @@ def keep_window(
 
 
 @triton.jit
-def gated_norm(o, gate, weight, eps, V: tl.constexpr):
-    """[BV] output of one head: RMS norm over its V values, then the sigmoid gate. Lanes past V hold zeros."""
-    return o * tl.rsqrt(tl.sum(o * o, axis=0) / V + eps) * weight * sigmoid(gate)
+def block_offsets(i_hv, b, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, V_FIRST: tl.constexpr):
+    """Offsets and mask of block b of V of one head's state within a slot."""
+    offs_k = tl.arange(0, BK)
+    offs_v = b * BV + tl.arange(0, BV)
+    if V_FIRST:
+        return i_hv * (K * V) + offs_v[:, None] * K + offs_k[None, :], (offs_v < V)[:, None] & (offs_k < K)[None, :]
+    else:
+        return i_hv * (K * V) + offs_k[:, None] * V + offs_v[None, :], (offs_k < K)[:, None] & (offs_v < V)[None, :]
+
+
+@triton.jit
+def load_block(p_slot, i_hv, b, ok, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, V_FIRST: tl.constexpr):
+    """Block b of a head's state, fp32; zeros without a slot."""
+    offs, mask = block_offsets(i_hv, b, K, V, BK, BV, V_FIRST)
+    return tl.load(p_slot + offs, mask=mask & ok, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def store_block(p_slot, S, i_hv, b, ok, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, V_FIRST: tl.constexpr):
+    """Write it back in the pool's dtype."""
+    offs, mask = block_offsets(i_hv, b, K, V, BK, BV, V_FIRST)
+    tl.store(p_slot + offs, S.to(p_slot.dtype.element_ty), mask=mask & ok)
 
 
 @triton.jit(do_not_specialize=["num_slots"])
@@ -118,10 +140,9 @@ def fused_step_kernel(
     pid = tl.program_id(0)
     i_h = (pid % H).to(tl.int64)
     n = (pid // H).to(tl.int64)
+    NB: tl.constexpr = (V + BV - 1) // BV
     offs_k = tl.arange(0, BK)
-    offs_v = tl.arange(0, BV)
     mask_k = offs_k < K
-    mask_v = offs_v < V
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -132,49 +153,64 @@ def fused_step_kernel(
     k_channel = H * K + q_channel
     p_q = tokens.q + first * strides[0] + i_h * strides[1] + offs_k
     p_k = tokens.k + first * strides[2] + i_h * strides[3] + offs_k
-    norm = tl.load(norm_weight + offs_v, mask=mask_v, other=0.0).to(tl.float32)
+    p_slot = pool + slot * slot_sizes.source
 
     for j in tl.static_range(HV // H):
         i_hv = i_h * (HV // H) + j
-        v_channel = 2 * H * K + i_hv * V + offs_v
-        p_v = tokens.v + first * strides[4] + i_hv * strides[5] + offs_v
+        ahead = load_block(p_slot, i_hv, 0, ok, K, V, BK, BV, V_FIRST)
+        state = ahead
         A = 1.0
         bias = 0.0
         if gate_params[0] is not None:
             A = tl.exp2(tl.load(gate_params[0] + i_hv).to(tl.float32) * LOG2E)
         if gate_params[1] is not None:
             bias = tl.load(gate_params[1] + i_hv * K + offs_k, mask=mask_k, other=0.0).to(tl.float32)
-        if V_FIRST:
-            offs_s = i_hv * (K * V) + offs_v[:, None] * K + offs_k[None, :]
-            mask_s = mask_v[:, None] & mask_k[None, :]
-        else:
-            offs_s = i_hv * (K * V) + offs_k[:, None] * V + offs_v[None, :]
-            mask_s = mask_k[:, None] & mask_v[None, :]
-        state = tl.load(pool + slot * slot_sizes.source + offs_s, mask=mask_s & ok, other=0.0).to(tl.float32)
+        p_v = tokens.v + first * strides[4] + i_hv * strides[5]
+        v_channel = 2 * H * K + i_hv * V
         for t in tl.range(0, S):
+            row = first + t
             q = convolve(p_q, strides[0], t, conv, conv_sizes, window, q_channel, mask_k, W, BW)
             k = convolve(p_k, strides[2], t, conv, conv_sizes, window, k_channel, mask_k, W, BW)
-            v = convolve(p_v, strides[4], t, conv, conv_sizes, window, v_channel, mask_v, W, BW)
-            row = first + t
             gate = tl.load(tokens.gate + row * strides[6] + i_hv * strides[7] + offs_k, mask=mask_k, other=0.0).to(tl.float32)
             beta = tl.load(tokens.beta + row * strides[8] + i_hv * strides[9]).to(tl.float32)
-            z = tl.load(output_gate + row * strides[12] + i_hv * strides[13] + offs_v, mask=mask_v, other=0.0).to(tl.float32)
             a = decay_factor(gate, A, bias, lower_bound, GATE)
+            beta = write_strength(beta, True, NEG_EIGVAL)
             q, k, qk = normalise(q, k, scale, QK_L2NORM)
-            state, o = token_step(state, q, k, v, a, write_strength(beta, True, NEG_EIGVAL), qk, V_FIRST)
-            o = tl.where(ok, gated_norm(o, z, norm, eps, V), 0.0)
-            p_o = tokens.o + row * strides[10] + i_hv * strides[11] + offs_v
-            tl.store(p_o, o.to(tokens.o.dtype.element_ty), mask=mask_v)
-            if slots.step is not None:
-                target, kept = find_step_slot(slots, slot_sizes, n, STEP_COLUMN + t, num_slots, FIRST_SLOT, WIDTH)
-                tl.store(pool + target * slot_sizes.sink + offs_s, state.to(pool.dtype.element_ty), mask=mask_s & ok & kept)
+            outs = ()  # block by block; Triton knows tuple sums, not unpacking
+            squares = 0.0
+            for b in tl.static_range(NB):
+                offs_v = b * BV + tl.arange(0, BV)
+                if NB > 1:
+                    state = ahead
+                    if b + 1 < NB:  # on its way while this block is computed and stored
+                        ahead = load_block(p_slot, i_hv, b + 1, ok, K, V, BK, BV, V_FIRST)
+                v = convolve(p_v + offs_v, strides[4], t, conv, conv_sizes, window, v_channel + offs_v, offs_v < V, W, BW)
+                state, o = token_step(state, q, k, v, a, beta, qk, V_FIRST)
+                outs = outs + (o,)  # noqa: RUF005
+                squares += tl.sum(o * o, axis=0)
+                if slots.step is not None:
+                    target, kept = find_step_slot(slots, slot_sizes, n, STEP_COLUMN + t, num_slots, FIRST_SLOT, WIDTH)
+                    store_block(pool + target * slot_sizes.sink, state, i_hv, b, ok & kept, K, V, BK, BV, V_FIRST)
+                elif WRITTEN and NB > 1:
+                    store_block(p_slot, state, i_hv, b, ok, K, V, BK, BV, V_FIRST)
+            inverse = tl.rsqrt(squares / V + eps)
+            for b in tl.static_range(NB):
+                offs_v = b * BV + tl.arange(0, BV)
+                mask_v = offs_v < V
+                weight = tl.load(norm_weight + offs_v, mask=mask_v, other=0.0).to(tl.float32)
+                z = tl.load(output_gate + row * strides[12] + i_hv * strides[13] + offs_v, mask=mask_v, other=0.0).to(tl.float32)
+                y = tl.where(ok, outs[b] * inverse * weight * sigmoid(z), 0.0)
+                p_o = tokens.o + row * strides[10] + i_hv * strides[11] + offs_v
+                tl.store(p_o, y.to(tokens.o.dtype.element_ty), mask=mask_v)
         if WRITTEN:
-            if slots.step is None:
-                tl.store(pool + slot * slot_sizes.sink + offs_s, state.to(pool.dtype.element_ty), mask=mask_s & ok)
-            keep_window(
-                p_v, strides[4], conv, conv_sizes, window, v_channel, mask_v, slots, slot_sizes, n, num_slots, ok, S, W, FIRST_SLOT,
-                WIDTH, STEP_COLUMN,
-            )  # fmt: skip
+            if slots.step is None and NB == 1:
+                store_block(p_slot, state, i_hv, 0, ok, K, V, BK, BV, V_FIRST)
+            for b in tl.static_range(NB):
+                offs_v = b * BV + tl.arange(0, BV)
+                keep_window(
+                    p_v + offs_v, strides[4], conv, conv_sizes, window, v_channel + offs_v, offs_v < V, slots, slot_sizes, n, num_slots, ok,
+                    S, W, FIRST_SLOT, WIDTH, STEP_COLUMN,
+                )  # fmt: skip
     if WRITTEN:
         keep_window(
             p_q, strides[0], conv, conv_sizes, window, q_channel, mask_k, slots, slot_sizes, n, num_slots, ok, S, W, FIRST_SLOT, WIDTH,
@@ -186,11 +222,23 @@ def fused_step_kernel(
         )  # fmt: skip
 
 
+@lru_cache(maxsize=1024)
+def config(K: int, V: int, S: int, heads: int, capability: tuple[int, int] | None) -> Config:
+    """Block of V and warps for `heads` = sequences x q/k heads. Measured on an H200 at K = V = 128 (docs/decode.md).
+
+    Few programs: the whole state at once by many warps, the shortest way through one program. Many: four blocks, so that more programs
+    share a multiprocessor and their loads and arithmetic overlap."""
+    tile = triton.next_power_of_2(K) * triton.next_power_of_2(V)
+    elements = tile if S > 1 or heads < 512 else max(min(tile, 4096), tile // 4)
+    block_v = max(1, elements // triton.next_power_of_2(K))
+    pdl = capability is not None and capability >= (9, 0)
+    return Config(block_v=block_v, num_warps=max(1, min(16, elements // 1024)), pdl=pdl)
+
+
 def why_not(problem: StepProblem) -> str | None:
     """None when the fused kernel serves the problem, otherwise one sentence."""
-    tile = triton.next_power_of_2(problem.K) * triton.next_power_of_2(problem.V)
-    if tile > MAX_TILE:
-        return f"the fused step keeps a head's state in registers, up to {MAX_TILE} padded elements, not K={problem.K}, V={problem.V}"
+    if problem.S > 1 and triton.next_power_of_2(problem.K) * triton.next_power_of_2(problem.V) > MAX_TILE:
+        return f"several tokens keep a head's state in registers, up to {MAX_TILE} padded elements, not K={problem.K}, V={problem.V}"
     return None
 
 
@@ -198,17 +246,14 @@ def fused_launch(problem: StepProblem, device: torch.device) -> Callable[..., No
     """The launch behind kda_fused_decode, to be called with (q, k, v, gate, beta, out, A_log, dt_bias, pool, index, accepted, output_gate,
     norm_weight, conv_weight, conv_bias, conv_pool)."""
     H, HV, K, V, W = problem.H, problem.HV, problem.K, problem.V, problem.W
-    BK, BV = triton.next_power_of_2(K), triton.next_power_of_2(V)
-    pdl = problem.capability is not None and problem.capability >= (9, 0)
-    lanes = BK * BV // (64 if problem.S == 1 and problem.state_v_first else 32)  # state values per lane, so that nothing spills
-    options = {"num_warps": max(1, min(16, lanes // 32)), **({"launch_pdl": True} if pdl else {})}
+    cfg = config(K, V, problem.S, problem.N * H, problem.capability)
     sizes = SlotSizes(problem.slot_stride, problem.slot_stride, *problem.index_strides, *problem.index_strides)
     conv_sizes = ConvSizes(*problem.conv_strides, problem.conv_weight_stride)
     strides = problem.token_strides + problem.output_gate_strides
     constants = (
-        sizes, conv_sizes, problem.slots, problem.scale, problem.lower_bound or 0.0, problem.norm_eps, problem.S, H, HV, K, V, BK, BV,
-        problem.taps, triton.next_power_of_2(problem.taps), problem.state_v_first, problem.gate, problem.qk_l2norm, problem.neg_eigval,
-        problem.pad_slot + 1, W, problem.step_column, problem.written, pdl,
+        sizes, conv_sizes, problem.slots, problem.scale, problem.lower_bound or 0.0, problem.norm_eps, problem.S, H, HV, K, V,
+        triton.next_power_of_2(K), cfg.block_v, problem.taps, triton.next_power_of_2(problem.taps), problem.state_v_first, problem.gate,
+        problem.qk_l2norm, problem.neg_eigval, problem.pad_slot + 1, W, problem.step_column, problem.written, cfg.pdl,
     )  # fmt: skip
 
     def build(t: Sequence) -> tuple:
@@ -217,7 +262,7 @@ def fused_launch(problem: StepProblem, device: torch.device) -> Callable[..., No
         tokens, conv = Tokens(q, k, v, gate, beta, out), Conv(weight, bias, conv_pool)
         return tokens, output_gate, norm_weight, strides, (A_log, dt_bias), pool, conv, slots, *constants
 
-    launch = PreparedLaunch(fused_step_kernel, (H * problem.N,), build, device, **options)
+    launch = PreparedLaunch(fused_step_kernel, (H * problem.N,), build, device, **cfg.options)
     if problem.N == 0 or problem.slots == 0:
         return lambda *tensors: tensors[5].zero_()
     return launch
