@@ -14,6 +14,8 @@ from itertools import pairwise
 
 import torch
 
+from openkda.autograd import CONSTANTS, TENSORS
+from openkda.ops import chunk_kda
 from openkda.problem import Inputs, Problem, describe
 from openkda.recorded import trained_gate_statistics
 from openkda.reference import naive_recurrent_kda, prepare
@@ -217,6 +219,55 @@ def rounded_chunk(problem: Problem, inputs: Inputs, chunk: int = 64) -> tuple[to
         final[n] = S
     o = o.to(problem.dtype).view(problem.B, problem.T, problem.HV, problem.V)
     return o, (final.mT.contiguous() if problem.state_v_first else final).to(problem.state_dtype)
+
+
+def cotangents(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random gradients of o and final_state, the same for equal sizes."""
+    problem, inputs = case.described()
+    gen = torch.Generator().manual_seed(7)
+    do = torch.randn(inputs.v.shape, generator=gen)
+    dfinal = 0.1 * torch.randn(problem.state_shape, generator=gen)
+    return do.to(inputs.v), dfinal.to(inputs.v.device, problem.state_dtype)
+
+
+def leaves(case: Case, wanted: tuple[str, ...] | None = None) -> dict[str, object]:
+    """The case's arguments, its floating-point tensors (or those wanted) as fresh leaves."""
+    fresh = lambda name, x: x.detach().clone().requires_grad_(wanted is None or name in wanted)
+    return {n: fresh(n, x) if isinstance(x, torch.Tensor) and x.is_floating_point() else x for n, x in case.args.items()}
+
+
+def gradients(case: Case, wanted: tuple[str, ...] | None = None, **options: object) -> dict[str, torch.Tensor]:
+    """Gradients of the case's floating-point arguments (or those wanted) through chunk_kda, for `cotangents`. options as chunk_kda's."""
+    args = leaves(case, wanted)
+    torch.autograd.backward(chunk_kda(**{**args, **options}), cotangents(case))
+    return {n: x.grad for n, x in args.items() if isinstance(x, torch.Tensor) and x.requires_grad}
+
+
+def reference_gradients(
+    case: Case, forward: Callable[[Problem, Inputs], tuple[torch.Tensor, torch.Tensor]], dtype: torch.dtype | None = None
+) -> dict[str, torch.Tensor]:
+    """The same by autograd of `oracle` or `rounded_chunk`, on the case's tensors in `dtype` (default: their own)."""
+    problem, inputs = case.described()
+    tensors = {n: getattr(inputs, n) for n in TENSORS if getattr(inputs, n) is not None}
+    tensors = {n: x.detach().to(dtype or x.dtype).clone().requires_grad_() for n, x in tensors.items()}
+    absent = dict.fromkeys(set(TENSORS) - set(tensors))
+    o, final = forward(problem, Inputs(**tensors, **absent, **{n: getattr(inputs, n) for n in CONSTANTS}))
+    do, dfinal = cotangents(case)
+    found = torch.autograd.grad([o, final], list(tensors.values()), [do.to(o.dtype), dfinal.to(final.dtype)])
+    return dict(zip(tensors, found))
+
+
+def gradient_triples(case: Case, found: dict[str, torch.Tensor]) -> list[tuple[str, torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """(name, gradient, fp64 reference, torch twin) of every gradient in `found`, for `assert_close`.
+
+    A_log's one number per head joins dt_bias, whose sums it is made of: a ratio of errors needs more than a few numbers."""
+    expected, twin = reference_gradients(case, oracle, torch.float64), reference_gradients(case, rounded_chunk)
+    triples = [(f"d{n}", found[n], expected[n], twin[n]) for n in found if n not in ("A_log", "dt_bias")]
+    joined = [n for n in ("A_log", "dt_bias") if n in found]
+    if joined:
+        together = (torch.cat([x[n].flatten().double() for n in joined]) for x in (found, expected, twin))
+        triples.append((f"d({', '.join(joined)})", *together))
+    return triples
 
 
 def relative_error(actual: torch.Tensor, reference: torch.Tensor) -> float:
