@@ -4,12 +4,14 @@
         forward(problem, inputs)            # tensors on the CPU; nothing runs, every launch compiles
     kernels[0].registers, kernels[0].spills, kernels[0].shared
 
-Works in processes without TRITON_INTERPRET only. `python tests/offline.py TARGET` compiles the portable forward for one target and prints
-a table; other suites pass their own function to `compile_report`."""
+Works in processes without TRITON_INTERPRET only, so tests call `in_subprocess("sm_90", "module:function")`: function(target) launches what
+it wants compiled. `python tests/offline.py TARGET MODULE:FUNCTION` does the same from a shell and prints a table."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib
+import json
 import os
 import re
 import subprocess
@@ -43,7 +45,6 @@ class Compiled:
     spills: int  # bytes of stack or spill slots per thread
     shared: int  # bytes per block
     warps: int
-    asm: dict  # text of each stage: "ttgir", "ptx" or "amdgcn", ...
 
 
 class FakeDriver:
@@ -92,7 +93,7 @@ def describe_kernel(kernel: object) -> Compiled:
     else:
         registers, spills = amdgcn_usage(kernel.asm["amdgcn"])
     metadata = kernel.metadata
-    return Compiled(metadata.name, registers, spills, metadata.shared, metadata.num_warps, kernel.asm)
+    return Compiled(metadata.name, registers, spills, metadata.shared, metadata.num_warps)
 
 
 @contextlib.contextmanager
@@ -131,3 +132,35 @@ def faults(target: str, kernels: list[Compiled]) -> list[str]:
         if k.shared > SHARED_LIMIT[target]:
             out.append(f"{target} {k.name}: {k.shared} bytes of shared memory, limit {SHARED_LIMIT[target]}")
     return out
+
+
+def in_subprocess(target: str, function: str) -> list[Compiled]:
+    """What `function` ("module:name", called with the target) compiles, in a process of its own without the interpreter.
+
+    Compiled kernels are kept in a directory under the temporary one, so that a second run costs seconds."""
+    here = Path(__file__).parent
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(here), str(here.parent), environment.get("PYTHONPATH", "")])
+    environment["TRITON_CACHE_DIR"] = str(Path(tempfile.gettempdir()) / f"openkda-offline-{os.getuid()}-{triton.__version__}")
+    command = [sys.executable, str(here / "offline.py"), target, function, "--json"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"compiling {function} for {target} failed:\n{done.stdout[-2000:]}{done.stderr[-6000:]}")
+    return [Compiled(**row) for row in json.loads(done.stdout.splitlines()[-1])]
+
+
+def main() -> None:
+    target, function = sys.argv[1:3]
+    module, name = function.split(":")
+    compile_all = getattr(importlib.import_module(module), name)
+    with compiling(target) as kernels:
+        compile_all(target)
+    if "--json" in sys.argv:
+        print(json.dumps([asdict(k) for k in kernels]))
+        return
+    for k in kernels:
+        print(f"{target} {k.name}: {k.registers} registers, {k.spills} spills, {k.shared} bytes shared, {k.warps} warps")
+
+
+if __name__ == "__main__":
+    main()

@@ -21,9 +21,11 @@ class Config:
     precision: str  # input precision of fp32 matrix products: "tf32x3" on NVIDIA matrix units, "ieee" elsewhere
     gate_block_k: int  # channels per program of the gate kernel
     gate_warps: int
-    block_k: int  # channels per step of the within-chunk kernels
-    block_v: int  # value columns per step of the w, u stage
+    block_k: int  # channels per step of the score and output kernels
     intra_warps: int
+    solve_warps: int  # one for chunks of 32: a lane per column, no barriers
+    wy_block: int  # columns per step of the w, u, kg, qg kernel
+    wy_warps: int
     scan_block_v: int  # value columns per program of the state scan
     scan_warps: int
     scan_stages: int  # depth of the load pipeline over chunks
@@ -66,8 +68,10 @@ def configure(problem: Problem) -> Config:
         gate_block_k=min(K, 64),
         gate_warps=4,
         block_k=min(K, 16 if wide else 32),
-        block_v=min(V, 16 if wide else 32),
         intra_warps=4,
+        solve_warps=1,
+        wy_block=32 if wide else 64,
+        wy_warps=4,
         scan_block_v=scan_block_v,
         scan_warps=4 if K * scan_block_v <= 8192 else 8,
         scan_stages=scan_stages(problem, chunk, K, scan_block_v),

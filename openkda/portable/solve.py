@@ -16,7 +16,7 @@ with matrix products at precision P ("ieee", or "tf32x3" on NVIDIA matrix units)
 the steps because a lane needs single entries of L: from memory that is one load for four entries, from registers a reduction per row.
 Substitution takes 36 loads and 120 multiply-adds per lane; merging [C, C] tiles from 1 x 1 upwards took 3000 instructions per warp.
 
-Grid (chunk, head); barriers order the steps within a program.
+Grid (chunk, head), one warp for C = 32: no barrier costs anything then; they order the steps of wider programs.
 """
 
 from __future__ import annotations
@@ -78,15 +78,13 @@ def merge_blocks(L_ptr, row, length, C: tl.constexpr, S: tl.constexpr, P: tl.con
 
 @triton.jit
 def invert_unit_lower(L_ptr, row, length, C: tl.constexpr, P: tl.constexpr):
-    """Replace strictly lower L [C, C] fp32, its live rows in memory, by (I + L)^-1; C = 32 or 64. Starts and ends with a barrier."""
-    tl.debug_barrier()
+    """Replace strictly lower L [C, C] fp32, its live rows in memory, by (I + L)^-1; C = 32 or 64."""
     substitute_blocks(L_ptr, row, length, C)
     tl.debug_barrier()
     merge_blocks(L_ptr, row, length, C, 16, P)
     if C == 64:
         tl.debug_barrier()
         merge_blocks(L_ptr, row, length, C, 32, P)
-    tl.debug_barrier()
 
 
 @triton.jit
@@ -104,10 +102,15 @@ def solve_kernel(
     invert_unit_lower(L_ptr + (first * HV + h) * C, HV * C, length, C, P)
 
 
+def invert_in_place(config: Config, plan: Plan, L: torch.Tensor) -> None:
+    """Replace L [B, T, HV, C] fp32 by (I + L)^-1, chunk by chunk."""
+    B, T, HV, C = L.shape
+    if B * T and plan.num_chunks:
+        solve_kernel[(plan.num_chunks, HV)](L, plan.chunks, HV=HV, C=C, P=config.precision, num_warps=config.solve_warps)
+
+
 def solve(config: Config, plan: Plan, L: torch.Tensor) -> torch.Tensor:
     """(I + L)^-1 of every chunk. Args: L [B, T, HV, C] fp32 from intra_diagonal and intra_offdiagonal. Returns: Linv, same shape, fp32."""
-    B, T, HV, C = L.shape
     Linv = L.clone()
-    if B * T and plan.num_chunks:
-        solve_kernel[(plan.num_chunks, HV)](Linv, plan.chunks, HV=HV, C=C, P=config.precision, num_warps=1)
+    invert_in_place(config, plan, Linv)
     return Linv

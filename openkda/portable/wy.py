@@ -1,4 +1,4 @@
-"""Stage 4: the WY form of a chunk, and the fused preparation that runs stages 2 to 4 on one tile.
+"""Stage 4: the WY form of a chunk, and `prepare`, which chains stages 2 to 4.
 
     w  = Linv (beta * 2^G * k)      [C, K]
     u  = Linv (beta * v)            [C, V]
@@ -7,8 +7,10 @@
 
 beta and the L2 norm of k multiply the columns of Linv in fp32; the matrix products then take v as given and 2^G * k rounded once.
 
-`wy` is the stage alone: grid (chunk, head), K and V walked in blocks. `prepare` is scores, inverse and WY form in one kernel: L and Linv
-share one scratch tile that stays in cache, and q, k, G are read a second time.
+Grid (chunk, head), K and V walked in blocks.
+
+`prepare` runs stages 2 to 4 as three kernels. One kernel for all of them reads q, k and G once, but holds 190 to 255 registers, so that 8
+warps per multiprocessor wait for each other's loads and barriers: 937 us on an H200 for T = 8192, H = 64, K = V = 128 (1 warp a chunk).
 """
 
 from __future__ import annotations
@@ -19,8 +21,8 @@ import triton.language as tl
 
 from openkda.plan import Plan
 from openkda.portable.config import Config
-from openkda.portable.intra import chunk_scores, norm_factor
-from openkda.portable.solve import invert_unit_lower
+from openkda.portable.intra import launch_intra, norm_factor
+from openkda.portable.solve import invert_in_place
 from openkda.portable.tile import as_rows, chunk_bounds, load_beta, load_tile, load_vector, nonzero_beta, store_tile
 from openkda.problem import Problem
 
@@ -61,6 +63,7 @@ def wy_kernel(
     beta_ptr,  # [R, HV]
     Linv_ptr,  # [R, HV, C] fp32
     w_ptr, u_ptr, kg_ptr, qg_ptr,  # [R, HV, K or V]
+    T_ptr, factors_ptr,  # [R, HV, C], [R, HV, 4] fp32; None unless the backward asks
     chunks_ptr,  # [NC, 4] int32
     q_row, q_head, k_row, k_head, v_row, v_head, beta_row,
     scale,
@@ -87,57 +90,18 @@ def wy_kernel(
             kk += tl.sum(k * k, 1)
     rk = norm_factor(kk, live, L2NORM)
     beta = load_beta(beta_ptr + first * beta_row + h, rows, beta_row, live, SIGMOID, NEG)
-    T = load_tile(Linv_ptr + (first * HV + h) * C, rows, HV * C, rows, live, C, C)
     at = first * HV + h
-    write_wy(
-        T * beta[None, :], norm_factor(qq, live, L2NORM) * scale, rk,
-        q_ptr, k_ptr, v_ptr + first * v_row + h * v_head, G_ptr + at * K, w_ptr + at * K, u_ptr + at * V, kg_ptr + at * K, qg_ptr + at * K,
-        q_row, k_row, v_row, rows, live, length, HV, K, V, BK, BV, P,
-    )  # fmt: skip
-
-
-@triton.jit
-def prepare_kernel(
-    q_ptr, k_ptr, v_ptr,  # [R, H, K], [R, H, K], [R, HV, V]
-    G_ptr,  # [R, HV, K] fp32
-    beta_ptr,  # [R, HV]
-    L_ptr,  # [R, HV, C] fp32 scratch: L, then its inverse
-    Aqk_ptr, w_ptr, u_ptr, kg_ptr, qg_ptr,  # [R, HV, C], [R, HV, K or V]
-    T_ptr, factors_ptr,  # [R, HV, C], [R, HV, 4] fp32; None unless the backward asks
-    chunks_ptr,  # [NC, 4] int32
-    q_row, q_head, k_row, k_head, v_row, v_head, beta_row,
-    scale,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    L2NORM: tl.constexpr, SIGMOID: tl.constexpr, NEG: tl.constexpr, DIAGONAL: tl.constexpr, P: tl.constexpr,
-):  # fmt: skip
-    h = tl.program_id(1).to(tl.int64)
-    hq = h // (HV // H)
-    first, length = chunk_bounds(chunks_ptr, tl.program_id(0))
-    if length <= 0:
-        return
-    rows = tl.arange(0, C)
-    live = rows < length
-    at = first * HV + h
-    q_ptr += first * q_row + hq * q_head
-    k_ptr += first * k_row + hq * k_head
-    Aqk, Akk, qq, kk = chunk_scores(q_ptr, k_ptr, G_ptr + at * K, q_row, k_row, HV * K, rows, live, length, K, C, BK, DIAGONAL, True, P)
-    rq = norm_factor(qq, live, L2NORM) * scale
-    rk = norm_factor(kk, live, L2NORM)
-    beta = load_beta(beta_ptr + first * beta_row + h, rows, beta_row, live, SIGMOID, NEG)
-    store_tile(Aqk_ptr + at * C, Aqk * rq[:, None] * rk[None, :], rows, HV * C, rows, live, C, C)
     if T_ptr is not None:
         beta = nonzero_beta(beta)
-    L_ptr += at * C
-    store_tile(L_ptr, Akk * (beta * rk)[:, None] * rk[None, :], rows, HV * C, rows, live, C, C)
-    invert_unit_lower(L_ptr, HV * C, length, C, P)
-    T = load_tile(L_ptr, rows, HV * C, rows, live, C, C) * beta[None, :]
+    T = load_tile(Linv_ptr + at * C, rows, HV * C, rows, live, C, C) * beta[None, :]
+    rq = norm_factor(qq, live, L2NORM)
     if T_ptr is not None:
         store_tile(T_ptr + at * C, T, rows, HV * C, rows, live, C, C)
         factors_ptr += at * 4 + rows * (HV * 4)
-        tl.store(factors_ptr, norm_factor(qq, live, L2NORM), mask=live)
+        tl.store(factors_ptr, rq, mask=live)
         tl.store(factors_ptr + 1, rk, mask=live)
     write_wy(
-        T, rq, rk,
+        T, rq * scale, rk,
         q_ptr, k_ptr, v_ptr + first * v_row + h * v_head, G_ptr + at * K, w_ptr + at * K, u_ptr + at * V, kg_ptr + at * K, qg_ptr + at * K,
         q_row, k_row, v_row, rows, live, length, HV, K, V, BK, BV, P,
     )  # fmt: skip
@@ -145,20 +109,22 @@ def prepare_kernel(
 
 def wy(
     problem: Problem, config: Config, plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, G: torch.Tensor, beta: torch.Tensor,
-    Linv: torch.Tensor,
+    Linv: torch.Tensor, T: torch.Tensor | None = None, factors: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """The WY form of every chunk.
 
-    Args: q, k [B, T, H, K]; v [B, T, HV, V]; G [B, T, HV, K] fp32; beta [B, T, HV]; Linv [B, T, HV, C] fp32.
+    Args: q, k [B, T, H, K]; v [B, T, HV, V]; G [B, T, HV, K] fp32; beta [B, T, HV]; Linv [B, T, HV, C] fp32. For the backward, also
+    written: T [B, T, HV, C] = Linv Diag(beta) in its own dtype, with |beta| at least 2^-30; the L2 norms' row factors of q and k in the
+    first two of factors [B, T, HV, 4] fp32.
     Returns: w [B, T, HV, K], u [B, T, HV, V], kg, qg [B, T, HV, K] in q's dtype (qg holds scale)."""
     w, u, kg, qg = empty_wy(problem, v)
     q, k, v, beta = as_rows(q), as_rows(k), as_rows(v), as_rows(beta)
     if q.shape[0] and plan.num_chunks:
         wy_kernel[(plan.num_chunks, problem.HV)](
-            q, k, v, G, beta, Linv, w, u, kg, qg, plan.chunks, q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0),
+            q, k, v, G, beta, Linv, w, u, kg, qg, T, factors, plan.chunks, q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0),
             v.stride(1), beta.stride(0), float(problem.scale), H=problem.H, HV=problem.HV, K=problem.K, V=problem.V, C=plan.chunk_size,
-            BK=config.block_k, BV=config.block_v, L2NORM=problem.qk_l2norm, SIGMOID=problem.beta_sigmoid, NEG=problem.neg_eigval,
-            P=config.precision, num_warps=config.intra_warps,
+            BK=config.wy_block, BV=config.wy_block, L2NORM=problem.qk_l2norm, SIGMOID=problem.beta_sigmoid, NEG=problem.neg_eigval,
+            P=config.precision, num_warps=config.wy_warps,
         )  # fmt: skip
     return w, u, kg, qg
 
@@ -167,23 +133,15 @@ def prepare(
     problem: Problem, config: Config, plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, G: torch.Tensor, beta: torch.Tensor,
     T: torch.Tensor | None = None, factors: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """intra_diagonal, intra_offdiagonal, solve and wy in one kernel.
+    """Scores, inverse and WY form of every chunk: stages 2 to 4 in three kernels.
 
-    Args: as `wy`, without Linv. For the backward, also written: T [B, T, HV, C] = Linv Diag(beta) in q's dtype, with |beta| at least 2^-30;
-    the L2 norms' row factors of q and k in the first two of factors [B, T, HV, 4] fp32.
+    Args: as `wy`, without Linv.
     Returns: Aqk [B, T, HV, C], w [B, T, HV, K], u [B, T, HV, V], kg, qg [B, T, HV, K], all in q's dtype."""
-    w, u, kg, qg = empty_wy(problem, v)
     Aqk = torch.empty(*v.shape[:3], plan.chunk_size, dtype=v.dtype, device=v.device)
     L = torch.empty(Aqk.shape, dtype=torch.float32, device=v.device)
-    q, k, v, beta = as_rows(q), as_rows(k), as_rows(v), as_rows(beta)
-    if q.shape[0] and plan.num_chunks:
-        prepare_kernel[(plan.num_chunks, problem.HV)](
-            q, k, v, G, beta, L, Aqk, w, u, kg, qg, T, factors, plan.chunks, q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0),
-            v.stride(1), beta.stride(0), float(problem.scale), H=problem.H, HV=problem.HV, K=problem.K, V=problem.V, C=plan.chunk_size,
-            BK=config.block_k, BV=config.block_v, L2NORM=problem.qk_l2norm, SIGMOID=problem.beta_sigmoid, NEG=problem.neg_eigval,
-            DIAGONAL=config.form, P=config.precision, num_warps=config.intra_warps,
-        )  # fmt: skip
-    return Aqk, w, u, kg, qg
+    launch_intra(problem, config, plan, q, k, G, beta, Aqk, L, diagonal=config.form, offdiagonal=True)
+    invert_in_place(config, plan, L)
+    return Aqk, *wy(problem, config, plan, q, k, v, G, beta, L, T, factors)
 
 
 def empty_wy(problem: Problem, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -1,0 +1,31 @@
+"""What the offline compilation test compiles of the portable forward: problems whose configurations span those that dispatch can choose."""
+
+import torch
+from offline import CAPABILITY
+
+from openkda.portable import forward
+from openkda.testing import make_case
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+PROBLEMS = {
+    "bf16 bounded, few heads": dict(H=2, K=128, dtype=BF16),
+    "bf16 softplus, many heads": dict(H=128, K=128, dtype=BF16, bounded=False),
+    "fp16, K 64, V 128, states": dict(H=16, K=64, V=128, dtype=FP16, return_intermediate_states=True),
+    "bf16, widest head": dict(H=64, K=256, dtype=BF16),
+    "fp32 softplus": dict(H=64, K=128, dtype=FP32, bounded=False),
+    "fp32, widest head": dict(H=2, K=256, dtype=FP32),
+    "bf16, odd head": dict(H=2, K=100, V=72, dtype=BF16),
+}
+
+
+def compile_problem(target: str, name: str) -> None:
+    """Compile the forward of one of PROBLEMS."""
+    problem, inputs = make_case("random", T=32, **PROBLEMS[name]).described()
+    forward(problem.replace(device_type="cuda", capability=CAPABILITY[target]), inputs)
+
+
+def compile_all(target: str) -> None:
+    """Compile the forward of every one of PROBLEMS."""
+    for name in PROBLEMS:
+        compile_problem(target, name)
