@@ -96,7 +96,7 @@ def predict(model: KDAForCausalLM, tokens: torch.Tensor, targets: torch.Tensor) 
 def main(arguments: list[str] | None = None) -> dict:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("task", choices=sorted(TASKS))
-    add_training_arguments(parser, steps=300, batch=32, length=64, lr=2e-3)
+    add_training_arguments(parser, steps=600, batch=32, length=32, lr=4e-3)
     parser.add_argument("--hidden", type=int, default=64, help="hidden size (default 64; the paper's size 256)")
     parser.add_argument("--layers", type=int, default=2, help="blocks (default 2)")
     parser.add_argument("--heads", type=int, default=2, help="heads (default 2)")
