@@ -1,7 +1,7 @@
-"""The portable backward: recompute the chunk stages and the state scan, then reverse scan -> score gradients -> input gradients.
+"""The portable backward: recompute the chunk stages; state scan beside reverse scan -> score gradients -> input gradients.
 
-docs/backward.md has the mathematics. What passes through memory: the forward's G, Aqk, w, u, kg, qg; T, dZ, dA per token [C]; h and dh
-per chunk [K, V]; r, dr and the gradients themselves. With kept intermediates (`keep`) only the reverse part runs.
+docs/backward.md has the mathematics. What passes through memory: the forward's G, Aqk, w, u, kg, qg; T per token [C]; h and dh per chunk
+[K, V]; dZ and dA per chunk [C, C]; r, dr and the gradients themselves. With kept intermediates (`keep`) only the reverse part runs.
 
 fp16 problems run in fp32: products of two gradients-to-be leave fp16's range at the loss scales that fp16 training uses.
 """
@@ -17,7 +17,7 @@ from openkda.plan import Plan
 from openkda.portable import forward as portable_forward
 from openkda.portable.backward_config import BackwardConfig, configure_backward
 from openkda.portable.backward_inputs import input_gradients
-from openkda.portable.backward_scan import reverse_scan
+from openkda.portable.backward_scan import both_scans, reverse_scan
 from openkda.portable.backward_scores import score_gradients
 from openkda.portable.gate import gate_cumsum
 from openkda.portable.state import launch_scan
@@ -26,18 +26,17 @@ from openkda.portable.wy import prepare
 from openkda.problem import Inputs, Problem
 
 
-class Kept(NamedTuple):
-    """What the backward needs beyond the inputs; recomputed, or kept from the forward (disable_recompute)."""
+class Prepared(NamedTuple):
+    """The forward's chunk stages, at the backward's chunk size."""
 
     G: torch.Tensor  # [B, T, HV, K] fp32
     Aqk: torch.Tensor  # [B, T, HV, C]
     w: torch.Tensor  # [B, T, HV, K]
     kg: torch.Tensor  # [B, T, HV, K]
     qg: torch.Tensor  # [B, T, HV, K]
+    u: torch.Tensor  # [B, T, HV, V]
     T: torch.Tensor  # [B, T, HV, C]
     factors: torch.Tensor  # [B, T, HV, 4] fp32; the backward writes the last two
-    h: torch.Tensor | None  # [NC, HV, K, V]
-    r: torch.Tensor | None  # [B, T, HV, V]
 
 
 def why_not_backward(problem: Problem) -> str | None:
@@ -53,42 +52,37 @@ def in_range(problem: Problem, inputs: Inputs) -> tuple[Problem, Inputs]:
     return problem.replace(dtype=torch.float32), replace(inputs, **wide)
 
 
-def compute(
-    problem: Problem, config: BackwardConfig, plan: Plan, inputs: Inputs, *, scan: bool, o: torch.Tensor | None = None,
-    S_final: torch.Tensor | None = None,
-) -> Kept:  # fmt: skip
-    """The forward's chunk stages at the backward's chunk size and, with `scan`, its states; writes o and S_final where given."""
-    v, C = inputs.v, plan.chunk_size
+def prepared(problem: Problem, config: BackwardConfig, plan: Plan, inputs: Inputs) -> Prepared:
+    """Run the forward's chunk stages."""
+    v = inputs.v
     G = gate_cumsum(problem, config.forward, plan, inputs.g, inputs.A_log, inputs.dt_bias)
-    T = torch.empty(*v.shape[:3], C, dtype=v.dtype, device=v.device)
+    T = torch.empty(*v.shape[:3], plan.chunk_size, dtype=v.dtype, device=v.device)
     factors = torch.empty(*v.shape[:3], 4, dtype=torch.float32, device=v.device)
     Aqk, w, u, kg, qg = prepare(problem, config.forward, plan, inputs.q, inputs.k, v, G, inputs.beta, T, factors)
-    h = r = None
-    if scan:
-        h = torch.empty(plan.num_chunks, problem.HV, problem.K, problem.V, dtype=v.dtype, device=v.device)
-        r = u if o is None else torch.empty_like(u)
-        launch_scan(
-            problem, config.forward, plan.sequences, C, w, kg, u, G, qg=None if o is None else qg, Aqk=None if o is None else Aqk, o=o,
-            S0=contiguous(inputs.initial_state), h=h, r=r, S_final=S_final, v_first=problem.state_v_first,
-        )  # fmt: skip
-    return Kept(G, Aqk, w, kg, qg, T, factors, h, r)
+    return Prepared(G, Aqk, w, kg, qg, u, T, factors)
 
 
-def keep(problem: Problem, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor | None, Kept]:
-    """The forward at the backward's chunk size: o, final_state and everything the backward would otherwise recompute."""
+def keep(problem: Problem, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor | None, tuple[torch.Tensor, ...]]:
+    """The forward at the backward's chunk size: o, final_state and all that the backward would otherwise recompute."""
     asked = problem
     problem, inputs = in_range(problem, inputs)
     config = configure_backward(problem)
     plan = inputs.plan(problem, config.forward.chunk)
     o = torch.zeros(inputs.v.shape, dtype=inputs.v.dtype, device=inputs.v.device)
+    h = torch.empty(plan.num_chunks, problem.HV, problem.K, problem.V, dtype=o.dtype, device=o.device)
+    r = torch.empty_like(o)
     S_final = torch.empty(problem.state_shape, dtype=problem.state_dtype, device=o.device) if problem.output_final_state else None
-    kept = compute(problem, config, plan, inputs, scan=True, o=o, S_final=S_final)
-    return o.to(asked.dtype), S_final, kept
+    p = prepared(problem, config, plan, inputs)
+    launch_scan(
+        problem, config.forward, plan.sequences, plan.chunk_size, p.w, p.kg, p.u, p.G, qg=p.qg, Aqk=p.Aqk, o=o,
+        S0=contiguous(inputs.initial_state), h=h, r=r, S_final=S_final, v_first=problem.state_v_first,
+    )  # fmt: skip
+    return o.to(asked.dtype), S_final, (*p, h, r)
 
 
 def backward(
     problem: Problem, inputs: Inputs, needs: tuple[bool, ...], o: torch.Tensor, do: torch.Tensor | None,
-    dfinal_state: torch.Tensor | None, kept: tuple[torch.Tensor, ...] | None = None,
+    dfinal_state: torch.Tensor | None, kept: tuple[torch.Tensor, ...] = (),
 ) -> list[torch.Tensor | None]:  # fmt: skip
     """Gradients of q, k, v, g, beta, A_log, dt_bias, initial_state; None where `needs` is False.
 
@@ -102,23 +96,29 @@ def backward(
     need_q, need_k, need_v, need_g, need_beta, need_A, need_bias, need_state = needs
     pairs = need_q or need_k or need_g or need_A or need_bias
     tokens = pairs or need_v or need_beta
-    kept = Kept(*kept) if kept else compute(problem, config, plan, inputs, scan=tokens)
-    dh, dr, dS0 = reverse_scan(
-        problem, config, plan, kept.w, kept.kg, kept.qg, kept.G, kept.Aqk, do, dfinal_state, tokens=tokens, initial_state=need_state
-    )
+    p = Prepared(*kept[:-2]) if kept else prepared(problem, config, plan, inputs)
+    if tokens and not kept:
+        h, r, dh, dr, dS0 = both_scans(
+            problem, config, plan, p.w, p.kg, p.qg, p.u, p.G, p.Aqk, inputs.initial_state, do, dfinal_state, initial_state=need_state
+        )
+    else:
+        h, r = kept[-2:] if kept else (None, None)
+        dh, dr, dS0 = reverse_scan(
+            problem, config, plan, p.w, p.kg, p.qg, p.G, p.Aqk, do, dfinal_state, tokens=tokens, initial_state=need_state
+        )
     dv = dbeta = dq = dk = dg = dA_log = ddt_bias = None
     covered = not problem.varlen or (inputs.lengths is not None and sum(inputs.lengths) == problem.T)
     create = torch.empty if covered else torch.zeros  # rows outside every sequence have gradient zero
     new = lambda like, dtype: create(like.shape, dtype=dtype, device=like.device)
     if tokens:
         dv, dbeta = new(inputs.v, problem.dtype), new(inputs.beta, problem.beta_dtype)
-        groups = score_gradients(problem, config, plan, kept.T, kept.r, dr, inputs.v, o, do, inputs.beta, kept.factors, dv, dbeta)
+        groups = score_gradients(problem, config, plan, p.T, r, dr, inputs.v, o, do, inputs.beta, p.factors, dv, dbeta)
     if pairs:
         of_heads = torch.float32 if problem.group > 1 else problem.dtype
         dq, dk, dg = new(inputs.g, of_heads), new(inputs.g, of_heads), new(inputs.g, problem.gate_dtype)
         dA_log, ddt_bias = input_gradients(
-            problem, config, plan, inputs.q, inputs.k, inputs.g, inputs.A_log, inputs.dt_bias, kept.G, kept.factors, kept.h, dh, kept.r, do,
-            dv, groups, dq, dk, dg,
+            problem, config, plan, inputs.q, inputs.k, inputs.g, inputs.A_log, inputs.dt_bias, p.G, p.factors, h, dh, r, do, dv,
+            groups, dq, dk, dg,
         )  # fmt: skip
         if problem.group > 1:
             dq, dk = (x.unflatten(2, (problem.H, problem.group)).sum(3) for x in (dq, dk))

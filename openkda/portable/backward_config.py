@@ -15,7 +15,7 @@ from openkda.problem import Problem
 class BackwardConfig:
     """Launch configuration of the portable backward."""
 
-    forward: Config  # of the stages that are recomputed, at the backward's chunk size
+    forward: Config  # of the stages that are recomputed; its chunk size is the backward's
     precision: str  # input precision of fp32 matrix products, as in the forward
     scan_block_v: int  # value columns per program of the reverse scan
     scan_warps: int
@@ -31,21 +31,20 @@ class BackwardConfig:
 def configure_backward(problem: Problem) -> BackwardConfig:
     """The launch configuration of `problem`'s gradients."""
     wide = problem.dtype == torch.float32
-    chunk = 32
     K, V = pad(problem.K), pad(problem.V)
-    forward = configure(problem.replace(return_intermediate_states=True, chunk_size=chunk))
-    scan_block_v = scan_block(problem, K, V, wide)
+    forward = configure(problem)
+    scan_block_v = 16 if wide else scan_block(problem, K, V, wide)
     return BackwardConfig(
         forward=forward,
         precision=forward.precision,
         scan_block_v=scan_block_v,
-        scan_warps=4 if K * scan_block_v <= 8192 else 8,
-        scan_stages=reverse_scan_stages(problem, chunk, K, scan_block_v),
+        scan_warps=8 if wide or K * scan_block_v > 8192 else 4,
+        scan_stages=1 if wide else reverse_scan_stages(problem, forward.chunk, K, scan_block_v),  # fp32 operands fill the registers
         block_v=min(V, 32 if wide else 64),
         scores_warps=4,
-        block_k=min(K, 32 if wide else 64),
+        block_k=min(K, 16 if wide else 64),
         input_block_v=min(V, 32 if wide else 64),
-        input_warps=4 if wide else 8,
+        input_warps=8,
     )
 
 

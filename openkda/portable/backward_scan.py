@@ -6,6 +6,9 @@
 Grid (block of BV value columns, head, sequence). dS [K, BV] lives in fp32 registers; products take it rounded to the inputs' dtype, and
 that rounded tile is what leaves as dh, so that all later sums use the very numbers that entered dr. Starts from the gradient of the final
 state, or zero; ends as the gradient of the initial state. A sequence without tokens hands the one to the other.
+
+The reverse scan needs nothing of the forward scan (state.py) that the backward recomputes: `both_scans` runs the two in one launch, side by
+side, because each alone is a chain of dependent steps that leaves most of the device idle.
 """
 
 from __future__ import annotations
@@ -17,13 +20,13 @@ import triton.language as tl
 from openkda.plan import Plan
 from openkda.portable.backward_config import BackwardConfig
 from openkda.portable.config import pad
-from openkda.portable.state import state_pointers
+from openkda.portable.state import scan_kernel, state_pointers
 from openkda.portable.tile import as_rows, contiguous, load_tile, load_vector, sequence_bounds, store_tile, tile_mask
 from openkda.problem import Problem
 
 
 @triton.jit
-def reverse_scan_kernel(
+def reverse_steps(
     w_ptr, kg_ptr, qg_ptr,  # [R, HV, K]
     G_ptr,  # [R, HV, K] fp32
     Aqk_ptr,  # [R, HV, C]
@@ -32,6 +35,7 @@ def reverse_scan_kernel(
     dh_ptr, dr_ptr,  # [NC, HV, K, V], [R, HV, V]; None unless asked
     dS0_ptr,  # [N, HV, K, V] or None
     sequences_ptr,  # [N, 4] int32
+    block,  # which block of value columns
     do_row, do_head,
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, KP: tl.constexpr, BV: tl.constexpr,
     V_FIRST: tl.constexpr, P: tl.constexpr, STAGES: tl.constexpr,
@@ -41,7 +45,7 @@ def reverse_scan_kernel(
     first, length, chunk, count = sequence_bounds(sequences_ptr, n)
     rows = tl.arange(0, C)
     kk = tl.arange(0, KP)
-    vv = tl.program_id(0) * BV + tl.arange(0, BV)
+    vv = block * BV + tl.arange(0, BV)
     state_mask = tile_mask(kk < K, vv, V, BV)
     dS = tl.zeros([KP, BV], tl.float32)
     if dS_final_ptr is not None:
@@ -74,6 +78,38 @@ def reverse_scan_kernel(
         tl.store(target, dS.to(dS0_ptr.dtype.element_ty), mask=state_mask)
 
 
+@triton.jit
+def reverse_scan_kernel(
+    w_ptr, kg_ptr, qg_ptr, G_ptr, Aqk_ptr, do_ptr, dS_final_ptr, dh_ptr, dr_ptr, dS0_ptr, sequences_ptr, do_row, do_head,
+    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, KP: tl.constexpr, BV: tl.constexpr,
+    V_FIRST: tl.constexpr, P: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    reverse_steps(
+        w_ptr, kg_ptr, qg_ptr, G_ptr, Aqk_ptr, do_ptr, dS_final_ptr, dh_ptr, dr_ptr, dS0_ptr, sequences_ptr, tl.program_id(0), do_row,
+        do_head, HV, K, V, C, KP, BV, V_FIRST, P, STAGES,
+    )  # fmt: skip
+
+
+@triton.jit
+def both_scans_kernel(
+    w_ptr, kg_ptr, qg_ptr, u_ptr, G_ptr, Aqk_ptr, do_ptr, S0_ptr, dS_final_ptr, h_ptr, r_ptr, dh_ptr, dr_ptr, dS0_ptr, sequences_ptr,
+    do_row, do_head,
+    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, KP: tl.constexpr, BV: tl.constexpr,
+    V_FIRST: tl.constexpr, P: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    blocks = tl.cdiv(V, BV)
+    if tl.program_id(0) < blocks:
+        scan_kernel(
+            w_ptr, kg_ptr, u_ptr, G_ptr, None, None, None, S0_ptr, h_ptr, r_ptr, None, None, sequences_ptr, None,
+            HV=HV, K=K, V=V, C=C, KP=KP, BV=BV, V_FIRST=V_FIRST, EVERY=1, P=P, STAGES=STAGES,
+        )  # fmt: skip
+    else:
+        reverse_steps(
+            w_ptr, kg_ptr, qg_ptr, G_ptr, Aqk_ptr, do_ptr, dS_final_ptr, dh_ptr, dr_ptr, dS0_ptr, sequences_ptr, tl.program_id(0) - blocks,
+            do_row, do_head, HV, K, V, C, KP, BV, V_FIRST, P, STAGES,
+        )  # fmt: skip
+
+
 def reverse_scan(
     problem: Problem, config: BackwardConfig, plan: Plan, w: torch.Tensor, kg: torch.Tensor, qg: torch.Tensor, G: torch.Tensor,
     Aqk: torch.Tensor, do: torch.Tensor, dfinal_state: torch.Tensor | None, *, tokens: bool, initial_state: bool,
@@ -85,8 +121,7 @@ def reverse_scan(
     Returns: dh [NC, HV, K, V] gradients of chunk-exit states and dr [B, T, HV, V], both in w's dtype; dS0 (problem.state_shape,
     state_dtype); None where not asked for."""
     HV, K, V, BV, N = problem.HV, problem.K, problem.V, config.scan_block_v, plan.sequences.shape[0]
-    dh = torch.empty(plan.num_chunks, HV, K, V, dtype=w.dtype, device=w.device) if tokens else None
-    dr = torch.empty(*do.shape, dtype=w.dtype, device=w.device) if tokens else None
+    dh, dr = empty_gradients(problem, plan, w, do) if tokens else (None, None)
     dS0 = torch.empty(problem.state_shape, dtype=problem.state_dtype, device=w.device) if initial_state else None
     rows = as_rows(do)
     if N:
@@ -96,3 +131,29 @@ def reverse_scan(
             num_warps=config.scan_warps,
         )  # fmt: skip
     return dh, dr, dS0
+
+
+def both_scans(
+    problem: Problem, config: BackwardConfig, plan: Plan, w: torch.Tensor, kg: torch.Tensor, qg: torch.Tensor, u: torch.Tensor,
+    G: torch.Tensor, Aqk: torch.Tensor, S0: torch.Tensor | None, do: torch.Tensor, dfinal_state: torch.Tensor | None, *,
+    initial_state: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:  # fmt: skip
+    """state_scan and reverse_scan side by side. Returns: h, r as state_scan; dh, dr, dS0 as reverse_scan with tokens=True."""
+    HV, K, V, BV, N = problem.HV, problem.K, problem.V, config.scan_block_v, plan.sequences.shape[0]
+    dh, dr = empty_gradients(problem, plan, w, do)
+    h, r = torch.empty_like(dh), torch.empty_like(u)
+    dS0 = torch.empty(problem.state_shape, dtype=problem.state_dtype, device=w.device) if initial_state else None
+    rows = as_rows(do)
+    if N:
+        both_scans_kernel[(2 * triton.cdiv(V, BV), HV, N)](
+            w, kg, qg, u, G, Aqk, rows, contiguous(S0), contiguous(dfinal_state), h, r, dh, dr, dS0, plan.sequences, rows.stride(0),
+            rows.stride(1), HV=HV, K=K, V=V, C=plan.chunk_size, KP=pad(K), BV=BV, V_FIRST=problem.state_v_first, P=config.precision,
+            STAGES=config.scan_stages, num_warps=config.scan_warps,
+        )  # fmt: skip
+    return h, r, dh, dr, dS0
+
+
+def empty_gradients(problem: Problem, plan: Plan, w: torch.Tensor, do: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Unwritten dh [NC, HV, K, V] and dr [B, T, HV, V] in w's dtype."""
+    dh = torch.empty(plan.num_chunks, problem.HV, problem.K, problem.V, dtype=w.dtype, device=w.device)
+    return dh, torch.empty(do.shape, dtype=w.dtype, device=w.device)
