@@ -134,19 +134,18 @@ def short_conv(
         return _filter(stream, weight, bias), stream[:, T:].transpose(1, 2).clone(memory_format=torch.contiguous_format)
     # Packed: one stream in which each sequence is preceded by its own window, so a single convolution serves all and
     # the rows that mix two sequences are never read. Tokens after the last sequence follow the last block.
-    device = x.device
+    if N == 0:
+        return x * 0, window.transpose(1, 2)
     bounds = cu_seqlens.long()
-    taps = torch.arange(W - 1, device=device)
-    n = torch.arange(N, device=device)
-    token = torch.arange(T, device=device)
-    sequence = torch.searchsorted(bounds[1:], token, right=True).clamp(max=max(N - 1, 0)) if N else token * 0 - 1
+    taps, n, token = (torch.arange(count, device=x.device) for count in (W - 1, N, T))
+    sequence = torch.searchsorted(bounds[1:], token, right=True).clamp(max=N - 1)
     row = token + (sequence + 1) * (W - 1)  # where token t sits in the stream
     head = (bounds[:-1] + n * (W - 1))[:, None] + taps  # [N, W-1] rows of the windows
     tail = (bounds[1:] + n * (W - 1))[:, None] + taps  # [N, W-1] the last W-1 rows of each block
     stream = x.new_zeros(T + N * (W - 1), D)
     stream = stream.index_copy(0, row, x[0]).index_copy(0, head.flatten(), window.reshape(-1, D))
     y = _filter(stream[None], weight, bias)
-    return y.index_select(1, row - (W - 1)) if N else x * 0, stream[tail].transpose(1, 2)
+    return y.index_select(1, row - (W - 1)), stream[tail].transpose(1, 2)
 
 
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -174,7 +173,7 @@ class GatedRMSNorm(nn.Module):
 class Packing:
     """Where the valid tokens of a padded batch go in one packed row; made once and shared by the layers of a model.
 
-    Only static shapes and no host synchronisation, so a layer with a mask still compiles and captures.
+    Its shapes do not depend on the mask's values, so a layer with a mask compiles as one graph.
     """
 
     mask: Tensor  # [B, T] bool

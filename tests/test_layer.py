@@ -295,6 +295,11 @@ def test_short_conv_and_its_state_have_right_gradients(T, W, packed):
         torch.testing.assert_close(a, b)
 
 
+def test_short_conv_without_any_sequence():
+    y, state = short_conv(torch.randn(1, 5, 3), torch.randn(3, 1, 4), cu_seqlens=torch.tensor([0]))
+    assert torch.equal(y, torch.zeros(1, 5, 3)) and state.shape == (0, 3, 3)
+
+
 def test_short_conv_of_a_fused_projection_has_the_gradients_of_its_copies():
     """The views of one fused projection are strided; a convolution backward that assumes otherwise gives wrong gradients."""
     torch.manual_seed(0)
