@@ -67,7 +67,7 @@ def matrix_scores(Aqk, Akk, q, k, G, G_ptr, G_row, rows, live, cols, K: tl.const
 @triton.jit
 def chunk_scores(
     q_ptr, k_ptr, G_ptr, q_row, k_row, G_row, rows, live, length, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
-    DIAGONAL: tl.constexpr, OFFDIAGONAL: tl.constexpr, P: tl.constexpr,
+    DIAGONAL: tl.constexpr, OFFDIAGONAL: tl.constexpr, P: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Raw scores of one chunk: Aqk, Akk [C, C] fp32 (not yet scaled; Akk strictly lower), and the row sums q.q, k.k, [C] each.
 
@@ -77,7 +77,7 @@ def chunk_scores(
     qq = tl.zeros([C], tl.float32)
     kk = tl.zeros([C], tl.float32)
     qk = tl.zeros([C], tl.float32)
-    for k0 in tl.range(0, K, BK, num_stages=1):
+    for k0 in tl.range(0, K, BK, num_stages=STAGES):
         cols = k0 + tl.arange(0, BK)
         q = load_tile(q_ptr, rows, q_row, cols, live, K, BK)
         k = load_tile(k_ptr, rows, k_row, cols, live, K, BK)
@@ -124,7 +124,8 @@ def intra_kernel(
     q_row, q_head, k_row, k_head, beta_row,
     scale,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
-    L2NORM: tl.constexpr, SIGMOID: tl.constexpr, NEG: tl.constexpr, DIAGONAL: tl.constexpr, OFFDIAGONAL: tl.constexpr, P: tl.constexpr,
+    L2NORM: tl.constexpr, SIGMOID: tl.constexpr, NEG: tl.constexpr, DIAGONAL: tl.constexpr, OFFDIAGONAL: tl.constexpr,
+    P: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     h = tl.program_id(1).to(tl.int64)
     hq = h // (HV // H)
@@ -135,7 +136,7 @@ def intra_kernel(
     live = rows < length
     Aqk, Akk, qq, kk = chunk_scores(
         q_ptr + first * q_row + hq * q_head, k_ptr + first * k_row + hq * k_head, G_ptr + (first * HV + h) * K,
-        q_row, k_row, HV * K, rows, live, length, K, C, BK, DIAGONAL, OFFDIAGONAL, P,
+        q_row, k_row, HV * K, rows, live, length, K, C, BK, DIAGONAL, OFFDIAGONAL, P, STAGES,
     )  # fmt: skip
     rk = norm_factor(kk, live, L2NORM)
     beta = load_beta(beta_ptr + first * beta_row + h, rows, beta_row, live, SIGMOID, NEG)
@@ -162,7 +163,7 @@ def launch_intra(
         q, k, G, beta, Aqk, L, plan.chunks, q.stride(0), q.stride(1), k.stride(0), k.stride(1), beta.stride(0), float(problem.scale),
         H=problem.H, HV=problem.HV, K=problem.K, C=plan.chunk_size, BK=config.block_k, L2NORM=problem.qk_l2norm,
         SIGMOID=problem.beta_sigmoid, NEG=problem.neg_eigval, DIAGONAL=diagonal, OFFDIAGONAL=offdiagonal, P=config.precision,
-        num_warps=config.intra_warps,
+        STAGES=config.intra_stages, num_warps=config.intra_warps,
     )  # fmt: skip
 
 

@@ -4,8 +4,9 @@
     o  = qg S + Aqk r                            when the output is fused
     S' = Diag(2^G_C) S + kg^T r                  G_C: the row of G at the chunk's last token
 
-Grid (block of BV value columns, head, sequence). S [K, BV] lives in fp32 registers; products take it rounded to the inputs' dtype. Loads
-of the next chunks are pipelined by the compiler. A sequence without tokens writes its initial state, or zero.
+Grid (block of BV value columns, head, sequence). S [K, BV] lives in fp32 registers, as a tuple of blocks of KB keys
+so that a product's operands need not be in registers all at once; products take it rounded to the inputs' dtype. Loads of the next chunks
+are pipelined by the compiler. A sequence without tokens writes its initial state, or zero.
 
 AFFINE scans the state map itself, for segment summaries: the columns past V start as the identity and have no values, so they end as M
 of S_out = M S_in + b, while the first V start at zero and end as b.
@@ -34,6 +35,18 @@ def state_pointers(ptr, n, HV: tl.constexpr, h, kk, vv, K: tl.constexpr, V: tl.c
 
 
 @triton.jit
+def store_state(
+    ptr, S, n, HV: tl.constexpr, h, vv, K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, KB: tl.constexpr, BV: tl.constexpr,
+    V_FIRST: tl.constexpr,
+):  # fmt: skip
+    """Write the key blocks S of state n, cast to the pointer's element type."""
+    for j in tl.static_range(KP // KB):
+        kk = j * KB + tl.arange(0, KB)
+        target = state_pointers(ptr, n, HV, h, kk, vv, K, V, V_FIRST)
+        tl.store(target, S[j].to(ptr.dtype.element_ty), mask=tile_mask(kk < K, vv, V, BV))
+
+
+@triton.jit
 def scan_kernel(
     w_ptr, kg_ptr, u_ptr,  # [R, HV, K], [R, HV, K], [R, HV, V]
     G_ptr,  # [R, HV, K] fp32
@@ -44,63 +57,77 @@ def scan_kernel(
     M_ptr,  # [N, HV, K, K] fp32; None unless AFFINE
     sequences_ptr,  # [N, 4] int32
     entries_ptr,  # [N, 4] int32: where in h a sequence's states go; None: as sequences_ptr says
-    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, KP: tl.constexpr, BV: tl.constexpr,
-    V_FIRST: tl.constexpr, EVERY: tl.constexpr, P: tl.constexpr,
+    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, KP: tl.constexpr, KB: tl.constexpr,
+    BV: tl.constexpr, V_FIRST: tl.constexpr, EVERY: tl.constexpr, P: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
     h = tl.program_id(1)
     n = tl.program_id(2).to(tl.int64)
     first, length, chunk, count = sequence_bounds(sequences_ptr, n)
-    rows = tl.arange(0, C)
-    kk = tl.arange(0, KP)
-    vv = tl.program_id(0) * BV + tl.arange(0, BV)
-    state_mask = tile_mask(kk < K, vv, V, BV)
-    S = tl.zeros([KP, BV], tl.float32)
-    if S0_ptr is not None:
-        S = tl.load(state_pointers(S0_ptr, n, HV, h, kk, vv, K, V, V_FIRST), mask=state_mask, other=0.0).to(tl.float32)
     if entries_ptr is not None:
         chunk = tl.load(entries_ptr + n * 4 + 2).to(tl.int64)
+    rows = tl.arange(0, C)
+    vv = tl.program_id(0) * BV + tl.arange(0, BV)
     vu = vv  # columns of u
     if M_ptr is not None:
         summary = tl.program_id(0) * BV >= tl.cdiv(V, BV) * BV
         vm = vv - tl.cdiv(V, BV) * BV
-        S = tl.where(summary & (kk[:, None] == vm[None, :]), 1.0, 0.0)
         vu = tl.where(summary, V, vv)  # masked off: zero values
+    S = ()
+    for j in tl.static_range(KP // KB):
+        kk = j * KB + tl.arange(0, KB)
+        block = tl.zeros([KB, BV], tl.float32)
+        if S0_ptr is not None:
+            pointers = state_pointers(S0_ptr, n, HV, h, kk, vv, K, V, V_FIRST)
+            block = tl.load(pointers, mask=tile_mask(kk < K, vv, V, BV), other=0.0).to(tl.float32)
+        if M_ptr is not None:
+            block = tl.where(summary & (kk[:, None] == vm[None, :]), 1.0, 0.0)
+        S = S + (block,)
 
     for c in tl.range(0, count, num_stages=STAGES):
         at = (first + c * C) * HV + h
         live = rows < length - c * C
-        w = load_tile(w_ptr + at * K, rows, HV * K, kk, live, K, KP)
-        kg = load_tile(kg_ptr + at * K, rows, HV * K, kk, live, K, KP)
+        last = tl.minimum(length - c * C, C) - 1
         if M_ptr is not None:
             u = tl.load(u_ptr + at * V + rows[:, None] * (HV * V) + vu[None, :], mask=live[:, None] & (vu < V)[None, :], other=0.0)
         else:
             u = load_tile(u_ptr + at * V, rows, HV * V, vv, live, V, BV)
-        last = tl.minimum(length - c * C, C) - 1
-        decay = tl.exp2(load_vector(G_ptr + at * K + last * (HV * K), kk, K, KP))
-        Sb = S.to(w.dtype)
         if h_ptr is not None:
             if c % EVERY == 0:
-                target = state_pointers(h_ptr, chunk + c // EVERY, HV, h, kk, vv, K, V, False)
-                tl.store(target, S.to(h_ptr.dtype.element_ty), mask=state_mask)
-        r = u.to(tl.float32) - tl.dot(w, Sb, input_precision=P)
-        rb = r.to(w.dtype)
+                store_state(h_ptr, S, chunk + c // EVERY, HV, h, vv, K, V, KP, KB, BV, False)
+        read = tl.zeros([C, BV], tl.float32)
+        o = tl.zeros([C, BV], tl.float32)
+        for j in tl.static_range(KP // KB):
+            kk = j * KB + tl.arange(0, KB)
+            w = load_tile(w_ptr + at * K, rows, HV * K, kk, live, K, KB)
+            Sb = S[j].to(w.dtype)
+            read = tl.dot(w, Sb, acc=read, input_precision=P)
+            if o_ptr is not None:
+                qg = load_tile(qg_ptr + at * K, rows, HV * K, kk, live, K, KB)
+                o = tl.dot(qg, Sb, acc=o, input_precision=P)
+        r = u.to(tl.float32) - read
+        rb = r.to(u.dtype)
         if r_ptr is not None:
             store_tile(r_ptr + at * V, r, rows, HV * V, vv, live, V, BV)
         if o_ptr is not None:
-            qg = load_tile(qg_ptr + at * K, rows, HV * K, kk, live, K, KP)
             Aqk = load_tile(Aqk_ptr + at * C, rows, HV * C, rows, live, C, C)
-            o = tl.dot(qg, Sb, input_precision=P)
             o = tl.dot(Aqk, rb, acc=o, input_precision=P)
             store_tile(o_ptr + at * V, o, rows, HV * V, vv, live, V, BV)
-        S = tl.dot(tl.trans(kg), rb, acc=S * decay[:, None], input_precision=P)
+        written = ()
+        for j in tl.static_range(KP // KB):
+            kk = j * KB + tl.arange(0, KB)
+            kg = load_tile(kg_ptr + at * K, rows, HV * K, kk, live, K, KB)
+            decay = tl.exp2(load_vector(G_ptr + at * K + last * (HV * K), kk, K, KB))
+            written = written + (tl.dot(tl.trans(kg), rb, acc=S[j] * decay[:, None], input_precision=P),)
+        S = written
 
     if S_final_ptr is not None:
-        target = state_pointers(S_final_ptr, n, HV, h, kk, vv, K, V, V_FIRST)
-        tl.store(target, S.to(S_final_ptr.dtype.element_ty), mask=state_mask)
+        store_state(S_final_ptr, S, n, HV, h, vv, K, V, KP, KB, BV, V_FIRST)
     if M_ptr is not None:
-        target = M_ptr + (n * HV + h) * (K * K) + kk[:, None] * K + vm[None, :]
-        tl.store(target, S, mask=(kk < K)[:, None] & ((vm >= 0) & (vm < K))[None, :])
+        for j in tl.static_range(KP // KB):
+            kk = j * KB + tl.arange(0, KB)
+            target = M_ptr + (n * HV + h) * (K * K) + kk[:, None] * K + vm[None, :]
+            tl.store(target, S[j], mask=(kk < K)[:, None] & ((vm >= 0) & (vm < K))[None, :])
 
 
 def launch_scan(
@@ -117,7 +144,7 @@ def launch_scan(
     if N == 0:
         return
     scan_kernel[(blocks, problem.HV, N)](
-        w, kg, u, G, qg, Aqk, o, S0, h, r, S_final, M, sequences, entries, HV=problem.HV, K=K, V=V, C=C, KP=pad(K), BV=BV, V_FIRST=v_first, EVERY=every,
+        w, kg, u, G, qg, Aqk, o, S0, h, r, S_final, M, sequences, entries, HV=problem.HV, K=K, V=V, C=C, KP=pad(K), KB=config.scan_block_k, BV=BV, V_FIRST=v_first, EVERY=every,
         P=config.precision, STAGES=config.scan_stages, num_warps=config.scan_warps,
     )  # fmt: skip
 
