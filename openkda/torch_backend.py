@@ -110,9 +110,9 @@ def _segment(
     q, k, v, g, beta = (_chunks(x) for x in (q, k, v, g, beta[..., None]))  # [NT, B * HV, C, *]
     beta = beta.contiguous()
     G = g.cumsum(-2)
-    row = G.exp()
+    unsafe = _unsafe_chunks(G[..., -1:, :])
+    row = G.exp() if unsafe is None else _exp(G)
     last = row[..., -1:, :]  # [NT, heads, 1, K] decay of a whole chunk
-    unsafe = _unsafe_chunks(last)
     ki = _inverse_rows(row, G, unsafe) * k  # in this order: the first factor's layout, contiguous
     kg = ki * (last * SHIFT)
     qk = _stack_rows(q, k, row)  # [NT, heads, 2C, K]: q exp(G), k exp(G)
@@ -199,11 +199,16 @@ def _scan_in_place(
     return products, S, entries
 
 
-def _unsafe_chunks(last: torch.Tensor) -> torch.Tensor | None:
-    """Indices into [NT * heads] of the chunks with a row beyond SAFE_SPAN, None where there are none; last = exp(G_C)."""
-    if last.numel() == 0 or bool(last.amin() >= math.exp(-SAFE_SPAN)):
+def _unsafe_chunks(total: torch.Tensor) -> torch.Tensor | None:
+    """Indices into [NT * heads] of the chunks with a row beyond SAFE_SPAN, None where there are none; total [NT, heads, 1, K] = G_C."""
+    if total.numel() == 0 or bool(total.amin() >= -SAFE_SPAN):
         return None
-    return (last.amin((-2, -1)).flatten() < math.exp(-SAFE_SPAN)).nonzero().squeeze(-1)
+    return (total.amin((-2, -1)).flatten() < -SAFE_SPAN).nonzero().squeeze(-1)
+
+
+def _exp(x: torch.Tensor) -> torch.Tensor:
+    """exp(x), zero below the normal range: subnormal results take a CPU ten times as long."""
+    return torch.nn.functional.threshold(x, math.log(torch.finfo(x.dtype).tiny), -math.inf).exp()
 
 
 def _any_gate(
@@ -213,28 +218,29 @@ def _any_gate(
     pick = lambda x: x.flatten(0, 1).index_select(0, chunks)
     put = lambda x, new: x.flatten(0, 1).index_copy(0, chunks, new).view_as(x)
     q, k, G = pick(q), pick(k), pick(G)
-    safe = (G.amin(-1, keepdim=True).exp() >= math.exp(-SAFE_SPAN)).repeat(1, 2, 1)  # [chunks, 2C, 1]; G falls, so they come first
-    right = torch.where(safe, pick(scores), torch.cat(level_scores(q, k, G), -2) / SHIFT)
-    return put(scores, right), put(kg, k * (G[..., -1:, :] - G).exp())
+    safe = (G.amin(-1, keepdim=True) >= -SAFE_SPAN).repeat(1, 2, 1)  # [chunks, 2C, 1]; G falls, so they come first
+    right = torch.where(safe, pick(scores), level_scores(q, k, G) / SHIFT)
+    return put(scores, right), put(kg, k * _exp(G[..., -1:, :] - G))
 
 
-def level_scores(q: torch.Tensor, k: torch.Tensor, G: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scores within a chunk for any gate: sum_c x_r k_i exp(G_r - G_i) for x = q (i <= r) and x = k (i < r).
+def level_scores(q: torch.Tensor, k: torch.Tensor, G: torch.Tensor) -> torch.Tensor:
+    """Scores within a chunk for any gate: sum_c x_r k_i exp(G_r - G_i) for x = q (i <= r) above those for x = k (i < r).
 
-    q, k, G [.., C, K], G falling from row to row -> two of [.., C, C]."""
-    C = q.shape[-2]
-    qk = torch.stack([q, k], 0)  # [2, .., C, K]
-    out = qk.new_zeros(*qk.shape[:-1], C)
+    q, k, G [N, C, K], G falling from row to row -> [N, 2C, C]."""
+    N, C, _ = q.shape
+    out = torch.diag_embed(torch.stack([(q * k).sum(-1), q.new_zeros(N, C)], 1))  # [N, 2, C, C]
     s = 1
     while s < C:
-        even, odd = G.unflatten(-2, (-1, 2, s)).unbind(-3)  # [.., C / 2s, s, K]
-        anchor = even[..., -1:, :]
-        col = k.unflatten(-2, (-1, 2, s))[..., 0, :, :] * (anchor - even).exp()
-        row = qk.unflatten(-2, (-1, 2, s))[..., 1, :, :] * (odd - anchor).exp()
-        target = out.unflatten(-1, (-1, 2, s)).unflatten(-4, (-1, 2, s))  # [.., C / 2s, 2, s, C / 2s, 2, s]
-        target.diagonal(dim1=-6, dim2=-3)[..., 1, :, 0, :, :].copy_((row @ col.mT).movedim(-3, -1))
+        halves = lambda x, s=s: x.unflatten(1, (-1, 2, s)).unbind(2)  # even and odd blocks of s rows, [N, C / 2s, s, K] each
+        even, odd = halves(G)
+        anchor = even[:, :, -1:]
+        decay = _exp(odd - anchor)
+        rows = torch.cat([halves(q)[1] * decay, halves(k)[1] * decay], -2)  # [N, C / 2s, 2s, K]
+        block = rows @ (halves(k)[0] * _exp(anchor - even)).mT  # [N, C / 2s, 2s, s]
+        target = out.unflatten(3, (-1, 2, s)).unflatten(2, (-1, 2, s))  # [N, 2, C / 2s, 2, s, C / 2s, 2, s]
+        target.diagonal(dim1=2, dim2=5)[:, :, 1, :, 0].copy_(block.unflatten(2, (2, s)).permute(0, 2, 3, 4, 1))
         s *= 2
-    return out[0] + torch.diag_embed((q * k).sum(-1)), out[1]
+    return out.flatten(1, 2)
 
 
 @without_autocast
