@@ -72,7 +72,7 @@ def kda_decode(
         ValueError, TypeError: one sentence naming the argument, its value and what is allowed. Also when a gradient would be needed.
     """
     if out is None:
-        out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+        out = torch.empty_like(v)
     options = (lower_bound, scale, pad_slot, verify, use_qk_l2norm_in_kernel, allow_neg_eigval, state_v_first, True, True, backend)
     tensors = (q, k, v, gate, beta, out, A_log, dt_bias, state_pool, state_indices, num_accepted, cu_seqlens)
     _run_decode(tensors, options)
@@ -92,7 +92,7 @@ def recurrent_in_pool(
     if state_indices is None:
         state_indices = torch.arange(q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1, device=q.device)
     if out is None:
-        out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+        out = torch.empty_like(v)
     tensors = (q, k, v, g, beta, out, A_log, dt_bias, state_pool, state_indices, num_accepted, cu_seqlens)
     stages = (use_qk_l2norm_in_kernel, allow_neg_eigval, state_v_first, use_gate_in_kernel, use_beta_sigmoid_in_kernel)
     _run_decode(tensors, (lower_bound, scale, -1, False, *stages, backend))
@@ -206,7 +206,7 @@ def kda_prefill(
         ValueError, TypeError: one sentence naming the argument, its value and what is allowed.
     """
     if out is None:
-        out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+        out = torch.empty_like(v)
     states, sequence, offset = (None, [], []) if checkpoints is None else checkpoints
     pooled = (state_pool, state_indices, has_initial_state, cu_seqlens, cu_seqlens_cpu, states, list(sequence), list(offset))
     options = (lower_bound, scale, pad_slot, use_qk_l2norm_in_kernel, allow_neg_eigval, state_v_first, backend)

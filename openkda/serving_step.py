@@ -11,7 +11,6 @@ from functools import partial
 import torch
 
 from openkda import serving_torch
-from openkda.problem import fail
 from openkda.serving import choose_backend, common_device, library, signature
 from openkda.serving_problem import Options, check_decode, check_step, layout
 
@@ -65,7 +64,7 @@ def kda_fused_decode(
         ValueError, TypeError: one sentence naming the argument, its value and what is allowed.
     """
     if out is None:
-        out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+        out = torch.empty_like(v)
     tensors = (
         q, k, v, gate, beta, out, A_log, dt_bias, state_pool, state_indices, num_accepted, output_gate, norm_weight, conv_weight, conv_bias,
         conv_pool,
@@ -101,11 +100,8 @@ def _fused_launch(tensors: tuple[torch.Tensor | None, ...], norm_eps: float, *op
     problem = check_step(base, *layouts[11:], norm_eps)
     if choose_backend(device, backend) == "torch":
         return partial(serving_torch.fused_step, problem)
-    from openkda.portable.fused_step import fused_launch, why_not  # Triton may be absent where the torch path serves
+    from openkda.portable.fused_step import fused_launch  # Triton may be absent where the torch path serves
 
-    reason = why_not(problem)
-    if reason is not None:
-        raise fail("v's shape", list(tensors[2].shape), f"smaller heads, or backend='torch': {reason}")
     return fused_launch(problem, device)
 
 

@@ -286,6 +286,5 @@ def test_config_keeps_the_state_tile_in_registers(backend):
             for heads in (1, 32, 512, 2048, 8192):
                 for state_bytes in (2, 4):
                     for v_first in (True, False):
-                        c = config(K, V, state_bytes, v_first, heads, (9, 0))
+                        c = config(K, V, state_bytes, v_first, heads)
                         assert c.block_v * K <= (64 if v_first or state_bytes == 4 else 128) * 32 * c.num_warps  # state values per lane
-                        assert c.pdl and not config(K, V, state_bytes, v_first, heads, (8, 0)).pdl

@@ -92,7 +92,7 @@ def test_state_in_blocks(backend, v_first, device, monkeypatch):
     from openkda import serving_step
     from openkda.portable import fused_step
 
-    monkeypatch.setattr(fused_step, "config", lambda *args: fused_step.Config(block_v=8, num_warps=1, pdl=False))
+    monkeypatch.setattr(fused_step, "config", lambda *args: fused_step.Config(block_v=8, num_warps=1))
     monkeypatch.setattr(serving_step, "_launches", {})
     step = Step(N=2, H=1, HV=2, K=16, V=20, v_first=v_first, device=device)
     step.check(step.run(backend, [2, 1]), [2, 1], {2: (0, 1), 1: (1, 1)})

@@ -81,16 +81,10 @@ class Config:
 
     block_v: int  # values per program
     num_warps: int
-    pdl: bool  # programmatic dependent launch: this kernel's blocks are placed while the previous kernel drains
-
-    @property
-    def options(self) -> dict[str, int]:
-        """Triton's launch options."""
-        return {"num_warps": self.num_warps, **({"launch_pdl": True} if self.pdl else {})}
 
 
 @lru_cache(maxsize=1024)
-def config(K: int, V: int, state_bytes: int, v_first: bool, heads: int, capability: tuple[int, int] | None) -> Config:
+def config(K: int, V: int, state_bytes: int, v_first: bool, heads: int) -> Config:
     """Block of V and warps for `heads` = sequences x value heads. Measured on an H200 at K = V = 128 (docs/decode.md).
 
     V-first: a row of the state is contiguous in K, one warp reads it whole, and a one-warp program never waits at a barrier: 8 or 16 rows.
@@ -106,7 +100,7 @@ def config(K: int, V: int, state_bytes: int, v_first: bool, heads: int, capabili
     else:
         warps, elements = 4, 8192
     block_v = max(1, min(triton.next_power_of_2(V), elements // triton.next_power_of_2(K)))
-    return Config(block_v=block_v, num_warps=warps, pdl=capability is not None and capability >= (9, 0))
+    return Config(block_v=block_v, num_warps=warps)
 
 
 @triton.jit
@@ -223,7 +217,6 @@ def recurrent_kernel(
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, V_FIRST: tl.constexpr,
     GATE: tl.constexpr, QK_L2NORM: tl.constexpr, BETA_SIGMOID: tl.constexpr, NEG_EIGVAL: tl.constexpr, FIRST_SLOT: tl.constexpr,
     WIDTH: tl.constexpr, STEP_WIDTH: tl.constexpr, STEP_COLUMN: tl.constexpr, ONE_TOKEN: tl.constexpr,
-    PDL: tl.constexpr,
 ):  # fmt: skip
     """See the module's head. tokens: Tokens; strides: (row, head) of q, k, v, gate, beta, o; gate_params: (A_log [HV], dt_bias [HV, K]);
     slots: Slots; sizes: SlotSizes. S tokens per sequence unless slots.bounds; R rows in all."""
@@ -235,10 +228,6 @@ def recurrent_kernel(
     i_h = i_hv // (HV // H)
     offs_k = tl.arange(0, BK)
     offs_v = i_v * BV + tl.arange(0, BV)
-    if PDL:  # nothing above reads memory; the next kernel may be placed, not started, while this one runs
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-
     slot, ok = find_slot(slots, sizes, n, num_source, FIRST_SLOT, WIDTH)
     first, end = sequence_rows(slots, n, S, R)
     A = 1.0
@@ -324,13 +313,13 @@ def recurrent(problem: Problem, inputs: Inputs) -> tuple[torch.Tensor, torch.Ten
     strides = tuple(s for t in tokens for s in (t.stride(0), t.stride(1)))
     A_log = None if inputs.A_log is None else inputs.A_log.contiguous()
     dt_bias = None if inputs.dt_bias is None else inputs.dt_bias.contiguous()
-    cfg = config(K, V, 4, problem.state_v_first, N * HV, problem.capability)
+    cfg = config(K, V, 4, problem.state_v_first, N * HV)
     grid = (triton.cdiv(V, cfg.block_v) * HV * N,)
     recurrent_kernel[grid](
         tokens, strides, (A_log, dt_bias), initial, final, Slots(None, None, None, None, inputs.cu_seqlens),
         SlotSizes(HV * K * V, HV * K * V, 0, 0, 0, 0), T, B * T, N, N, problem.scale, problem.lower_bound or 0.0,
         H, HV, K, V, triton.next_power_of_2(K), cfg.block_v, problem.state_v_first, problem.gate, problem.qk_l2norm, problem.beta_sigmoid,
-        problem.neg_eigval, 0, 1, 1, 0, T == 1 and not problem.varlen, cfg.pdl, **cfg.options,
+        problem.neg_eigval, 0, 1, 1, 0, T == 1 and not problem.varlen, num_warps=cfg.num_warps,
     )  # fmt: skip
     return o, final
 
@@ -338,12 +327,12 @@ def recurrent(problem: Problem, inputs: Inputs) -> tuple[torch.Tensor, torch.Ten
 def decode_launch(problem: PoolProblem, device: torch.device) -> Callable[..., None]:
     """The launch behind kda_decode, to be called with (q, k, v, gate, beta, out, A_log, dt_bias, pool, index, accepted, cu_seqlens)."""
     H, HV, K, V, W = problem.H, problem.HV, problem.K, problem.V, problem.W
-    cfg = config(K, V, problem.state_dtype.itemsize, problem.state_v_first, problem.N * HV, problem.capability)
+    cfg = config(K, V, problem.state_dtype.itemsize, problem.state_v_first, problem.N * HV)
     sizes = SlotSizes(problem.slot_stride, problem.slot_stride, *problem.index_strides, *problem.index_strides)
     constants = (
         problem.token_strides, problem.S or 0, problem.R, problem.slots, problem.slots, problem.scale, problem.lower_bound or 0.0,
         H, HV, K, V, triton.next_power_of_2(K), cfg.block_v, problem.state_v_first, problem.gate, problem.qk_l2norm,
-        problem.beta_sigmoid, problem.neg_eigval, problem.pad_slot + 1, W, W, problem.step_column, problem.S == 1, cfg.pdl,
+        problem.beta_sigmoid, problem.neg_eigval, problem.pad_slot + 1, W, W, problem.step_column, problem.S == 1,
     )  # fmt: skip
 
     def build(t: Sequence) -> tuple:
@@ -353,7 +342,7 @@ def decode_launch(problem: PoolProblem, device: torch.device) -> Callable[..., N
         return Tokens(q, k, v, gate, beta, out), constants[0], (A_log, dt_bias), pool, sink, slots, sizes, *constants[1:]
 
     grid = (triton.cdiv(V, cfg.block_v) * HV * problem.N,)
-    launch = PreparedLaunch(recurrent_kernel, grid, build, device, **cfg.options)
+    launch = PreparedLaunch(recurrent_kernel, grid, build, device, num_warps=cfg.num_warps)
     idle = problem.N == 0 or problem.slots == 0
     if problem.S is not None and not idle:
         return launch
