@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 import platform
 import statistics
 import subprocess
@@ -123,6 +124,8 @@ def main(
         record = dict(
             benchmark="cpu", date=date, device=f"{processor} {platform.machine()}, {threads} threads", commit=git("rev-parse", "HEAD"),
             uncommitted_changes=bool(git("status", "--porcelain", "--untracked-files=no", "--", "openkda")),
+            load_average=os.getloadavg(),  # of the machine after the run: other work stretches every wait between two threads
+            real_time_priority=os.sched_getscheduler(0) == os.SCHED_FIFO,
             versions=dict(openkda=openkda.__version__, torch=torch.__version__, python=platform.python_version()),
             command=" ".join(["python", *sys.argv]), rows=rows, memory=memory,
         )  # fmt: skip

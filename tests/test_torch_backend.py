@@ -112,6 +112,13 @@ def without_chunk_options(**args):
     return fused_recurrent_kda(**{name: value for name, value in args.items() if name not in ("safe_gate", "chunk_size")})
 
 
+def test_recurrent_without_states():
+    case = make_case("random", T=9, initial_state=False)
+    o, S = without_chunk_options(**{**case.args, "output_final_state": False})
+    assert S is None
+    assert_close("o", o, case.oracle[0], case.twin[0])
+
+
 @pytest.mark.parametrize("function", [chunk_kda, without_chunk_options])
 def test_autocast_changes_nothing(function):
     case = make_case("init", T=40)
