@@ -110,19 +110,29 @@ def _run_decode(tensors: tuple[torch.Tensor | None, ...], options: tuple) -> Non
 def _decode(tensors: tuple[torch.Tensor | None, ...], options: tuple) -> None:
     if torch.is_grad_enabled() and any(tensors[i].requires_grad for i in (0, 1, 2, 3, 4, 8)):  # q, k, v, gate, beta, state_pool
         raise ValueError("kda_decode has no gradient; call it under torch.no_grad(), or chunk_kda for training")
-    key = (*map(signature, tensors), options)
-    launch = _launches.get(key)
+    launch = _launches.get(key := call_key(_DECODE_TENSORS, tensors, options))
     if launch is None:
         launch = _launches[key] = _decode_launch(tensors, *options)
     launch(*tensors)
 
 
+_DECODE_TENSORS = (
+    "q", "k", "v", "gate", "beta", "out", "A_log", "dt_bias", "state_pool", "state_indices", "num_accepted", "cu_seqlens",
+)  # fmt: skip
 _launches: dict[tuple, Callable[..., None]] = {}  # what runs a kind of call, its checks done; one per batch size, so it stays small
 
 
-def signature(t: torch.Tensor | None) -> tuple | None:
-    """Everything that the checks and the launch read of a tensor, but its address."""
+def _signature(t: torch.Tensor | None) -> tuple | None:
     return None if t is None else (t.shape, t.stride(), t.dtype, t.get_device())
+
+
+def call_key(names: Sequence[str], tensors: Sequence[torch.Tensor | None], options: tuple) -> tuple:
+    """Everything that the checks and the launch read of a call, but addresses. TypeError for what is no tensor."""
+    try:
+        return (*map(_signature, tensors), options)
+    except AttributeError:
+        name, t = next((n, t) for n, t in zip(names, tensors) if not (t is None or isinstance(t, torch.Tensor)))
+        raise TypeError(f"{name} is a {type(t).__name__}; it must be a torch.Tensor") from None
 
 
 def common_device(tensors: Sequence[torch.Tensor | None]) -> torch.device:
@@ -137,7 +147,7 @@ def _decode_launch(tensors: tuple[torch.Tensor | None, ...], *options: object) -
     """Checks of one kind of call, and what runs it: called with the tensors of `_decode`."""
     *options, backend = options
     device = common_device(tensors)
-    problem = check_decode(*map(layout, tensors), Options(*options), device)
+    problem = check_decode(*map(layout, tensors), Options(*options))
     if choose_backend(device, backend) == "torch":
         return partial(serving_torch.decode, problem)
     from openkda.portable.decode import decode_launch  # Triton may be absent where the torch path serves

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-from openkda.problem import FLOAT_DTYPES, MAX_HEAD_DIM, _capability, fail
+from openkda.problem import FLOAT_DTYPES, MAX_HEAD_DIM, fail
 
 STATE_DTYPES = (torch.float32, torch.bfloat16)
 INDEX_DTYPES = (torch.int32, torch.int64)
@@ -68,23 +68,17 @@ class PoolProblem:
     slot_stride: int
     index_strides: tuple[int, int]  # row, column
     W: int  # columns of state_indices
-    speculative: bool  # num_accepted is given
     token_strides: tuple[int, ...]  # (row, head) of q, k, v, gate, beta, out
-    dtype: torch.dtype
     state_dtype: torch.dtype
     scale: float
     gate: str  # "none", "softplus" or "bounded"
     lower_bound: float | None
-    has_A_log: bool
-    has_dt_bias: bool
     pad_slot: int
     verify: bool
     qk_l2norm: bool
     beta_sigmoid: bool
     neg_eigval: bool
     state_v_first: bool
-    device_type: str
-    capability: tuple[int, int] | None
 
     @property
     def per_token(self) -> bool:
@@ -109,8 +103,6 @@ class StepProblem(PoolProblem):
     taps: int  # W of the convolution
     conv_strides: tuple[int, int, int]  # of conv_pool: slot, channel, tap
     conv_weight_stride: int
-    has_conv_bias: bool
-    conv_dtype: torch.dtype  # of conv_pool
     output_gate_strides: tuple[int, int]  # row, head
     norm_eps: float
 
@@ -204,9 +196,12 @@ def check_indices(index: Layout | None, N: int, accepted: Layout | None, pad_slo
 @lru_cache(maxsize=4096)
 def check_decode(
     q: Layout, k: Layout, v: Layout, gate: Layout, beta: Layout, out: Layout, A_log: Layout | None, dt_bias: Layout | None,
-    pool: Layout, index: Layout, accepted: Layout | None, cu: Layout | None, options: Options, device: torch.device,
+    pool: Layout, index: Layout, accepted: Layout | None, cu: Layout | None, options: Options,
 ) -> PoolProblem:  # fmt: skip
     """The `PoolProblem` of kda_decode; ValueError names the argument that does not fit."""
+    for name, t in (("q", q), ("v", v)):
+        if t is None:
+            raise fail(name, None, "a tensor [N, S, heads, head dim]")
     if len(q.shape) != 4 or not 1 <= q.shape[3] <= MAX_HEAD_DIM:
         raise fail("q's shape", list(q.shape), f"[N, S, H, K] with K from 1 to {MAX_HEAD_DIM}")
     N, S, H, K = q.shape
@@ -241,12 +236,12 @@ def check_decode(
     tokens = (("q", q), ("k", k), ("v", v), ("gate", gate), ("beta", beta), ("out", out))
     return PoolProblem(
         N=sequences, S=None if cu is not None else S, R=N * S, H=H, HV=HV, K=K, V=V, slots=pool.shape[0], slot_stride=pool.stride[0],
-        index_strides=index_strides, W=W, speculative=accepted is not None,
-        token_strides=tuple(s for name, t in tokens for s in row_strides(name, t)), dtype=q.dtype, state_dtype=pool.dtype,
+        index_strides=index_strides, W=W,
+        token_strides=tuple(s for name, t in tokens for s in row_strides(name, t)), state_dtype=pool.dtype,
         scale=float(K**-0.5 if options.scale is None else options.scale), gate=gate_kind,
-        lower_bound=options.lower_bound, has_A_log=A_log is not None, has_dt_bias=dt_bias is not None, pad_slot=options.pad_slot,
-        verify=options.verify, qk_l2norm=options.qk_l2norm, beta_sigmoid=options.beta_sigmoid, neg_eigval=options.neg_eigval,
-        state_v_first=options.state_v_first, device_type=device.type, capability=_capability(device),
+        lower_bound=options.lower_bound, pad_slot=options.pad_slot, verify=options.verify,
+        qk_l2norm=options.qk_l2norm, beta_sigmoid=options.beta_sigmoid, neg_eigval=options.neg_eigval,
+        state_v_first=options.state_v_first,
     )  # fmt: skip
 
 
@@ -276,6 +271,6 @@ def check_step(
             raise fail(f"{name}'s stride", t.stride[0], "1")
     return StepProblem(
         **{f.name: getattr(decode, f.name) for f in fields(decode)}, taps=W, conv_strides=tuple(conv_pool.stride),
-        conv_weight_stride=conv_weight.stride[0], has_conv_bias=conv_bias is not None, conv_dtype=conv_pool.dtype,
+        conv_weight_stride=conv_weight.stride[0],
         output_gate_strides=row_strides("output_gate", output_gate), norm_eps=norm_eps,
     )  # fmt: skip

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 
 from openkda import serving_torch
-from openkda.serving import choose_backend, common_device, library, signature
+from openkda.serving import call_key, choose_backend, common_device, library
 from openkda.serving_problem import Options, check_decode, check_step, layout
 
 
@@ -81,13 +81,16 @@ def _fused_decode(tensors: tuple[torch.Tensor | None, ...], options: tuple) -> N
     q, k, v, gate, beta, output_gate, state_pool = *tensors[:5], tensors[11], tensors[8]
     if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v, gate, beta, output_gate, state_pool)):
         raise ValueError("kda_fused_decode has no gradient; call it under torch.no_grad()")
-    key = (*map(signature, tensors), options)
-    launch = _launches.get(key)
+    launch = _launches.get(key := call_key(_TENSORS, tensors, options))
     if launch is None:
         launch = _launches[key] = _fused_launch(tensors, *options)
     launch(*tensors)
 
 
+_TENSORS = (
+    "q", "k", "v", "gate", "beta", "out", "A_log", "dt_bias", "state_pool", "state_indices", "num_accepted", "output_gate", "norm_weight",
+    "conv_weight", "conv_bias", "conv_pool",
+)  # fmt: skip
 _launches: dict[tuple, Callable[..., None]] = {}
 
 
@@ -96,7 +99,7 @@ def _fused_launch(tensors: tuple[torch.Tensor | None, ...], norm_eps: float, *op
     *options, backend = options
     device = common_device(tensors)
     layouts = [layout(t) for t in tensors]
-    base = check_decode(*layouts[:11], None, Options(*options, gate_in_kernel=True, beta_sigmoid=True), device)
+    base = check_decode(*layouts[:11], None, Options(*options, gate_in_kernel=True, beta_sigmoid=True))
     problem = check_step(base, *layouts[11:], norm_eps)
     if choose_backend(device, backend) == "torch":
         return partial(serving_torch.fused_step, problem)

@@ -188,6 +188,14 @@ def test_decode_refuses_in_one_sentence(changes, sentence):
     assert_untouched(case, set())
 
 
+def test_decode_wants_tensors():
+    case = make()
+    with pytest.raises(TypeError, match=r"^beta is a list; it must be a torch.Tensor$"):
+        kda_decode(**{**case.arguments(state_indices=indices([1, 2], case)), "beta": [0.5]})
+    with pytest.raises(ValueError, match=r"^gate is None; it must be a tensor"):
+        kda_decode(**{**case.arguments(state_indices=indices([1, 2], case)), "gate": None})
+
+
 PREFILL_REFUSALS = [
     (dict(cu_seqlens=lambda c: None), "cu_seqlens is None"),
     (dict(cu_seqlens_cpu=lambda c: torch.tensor([0, 4, 3])), "cu_seqlens[2]"),
