@@ -305,7 +305,7 @@ def test_23_one_contract_for_prefill_and_recurrence(backend, device, v_first):
     """K != V: the state of a prefill continues token by token."""
     if backend == "hopper":
         pytest.skip("the token recurrence is the portable backend's")
-    case = make_case("init", T=40, H=1, K=64 // 2, V=128 // 2, state_v_first=v_first, device=device)
+    case = make_case("init", T=40, H=1, K=32, V=64, state_v_first=v_first, device=device)
     part = lambda rows, S: {**case.args, **{name: case.args[name][:, rows] for name in TOKENWISE}, "initial_state": S, "backend": backend}
     _, S = chunk_kda(**part(slice(0, 37), case.args["initial_state"]))
     o, S = fused_recurrent_kda(**part(slice(37, 40), S))
