@@ -3,9 +3,9 @@
     dr  = Aqk^T do + kg dS'                      gradient of r = u - w S
     dS  = Diag(2^G_C) dS' + qg^T do - w^T dr     dS': gradient of the chunk's exit state, dS: of its entry state
 
-Grid (block of BV value columns, head, sequence). dS [K, BV] lives in fp32 registers; products take it rounded to the inputs' dtype, and
-that rounded tile is what leaves as dh, so that all later sums use the very numbers that entered dr. Starts from the gradient of the final
-state, or zero; ends as the gradient of the initial state. A sequence without tokens hands the one to the other.
+Grid (block of BV value columns, head, sequence). dS [K, BV] lives in fp32 registers, in blocks of KB keys; products take it rounded to the
+inputs' dtype, and that rounded tile is what leaves as dh, so that all later sums use the very numbers that entered dr. Starts from the
+gradient of the final state, or zero; ends as the gradient of the initial state. A sequence without tokens hands the one to the other.
 
 The reverse scan needs nothing of the forward scan (state.py) that the backward recomputes: `both_scans` runs the two in one launch, side by
 side, because each alone is a chain of dependent steps that leaves most of the device idle.
@@ -20,7 +20,7 @@ import triton.language as tl
 from openkda.plan import Plan
 from openkda.portable.backward_config import BackwardConfig
 from openkda.portable.config import pad
-from openkda.portable.state import scan_kernel, state_pointers
+from openkda.portable.state import scan_kernel, state_pointers, store_state
 from openkda.portable.tile import as_rows, contiguous, load_tile, load_vector, sequence_bounds, store_tile, tile_mask
 from openkda.problem import Problem
 
@@ -37,56 +37,64 @@ def reverse_steps(
     sequences_ptr,  # [N, 4] int32
     block,  # which block of value columns
     do_row, do_head,
-    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, KP: tl.constexpr, BV: tl.constexpr,
+    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, KP: tl.constexpr, KB: tl.constexpr, BV: tl.constexpr,
     V_FIRST: tl.constexpr, P: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     h = tl.program_id(1).to(tl.int64)
     n = tl.program_id(2).to(tl.int64)
     first, length, chunk, count = sequence_bounds(sequences_ptr, n)
     rows = tl.arange(0, C)
-    kk = tl.arange(0, KP)
     vv = block * BV + tl.arange(0, BV)
-    state_mask = tile_mask(kk < K, vv, V, BV)
-    dS = tl.zeros([KP, BV], tl.float32)
-    if dS_final_ptr is not None:
-        dS = tl.load(state_pointers(dS_final_ptr, n, HV, h, kk, vv, K, V, V_FIRST), mask=state_mask, other=0.0).to(tl.float32)
+    dS = ()
+    for j in tl.static_range(KP // KB):
+        kk = j * KB + tl.arange(0, KB)
+        part = tl.zeros([KB, BV], tl.float32)
+        if dS_final_ptr is not None:
+            pointers = state_pointers(dS_final_ptr, n, HV, h, kk, vv, K, V, V_FIRST)
+            part = tl.load(pointers, mask=tile_mask(kk < K, vv, V, BV), other=0.0).to(tl.float32)
+        dS = dS + (part,)
 
-    for j in tl.range(0, count, num_stages=STAGES):
-        c = count - 1 - j
+    for back in tl.range(0, count, num_stages=STAGES):
+        c = count - 1 - back
         token = first + c * C
         at = token * HV + h
         live = rows < length - c * C
-        w = load_tile(w_ptr + at * K, rows, HV * K, kk, live, K, KP)
-        kg = load_tile(kg_ptr + at * K, rows, HV * K, kk, live, K, KP)
-        qg = load_tile(qg_ptr + at * K, rows, HV * K, kk, live, K, KP)
-        Aqk = load_tile(Aqk_ptr + at * C, rows, HV * C, rows, live, C, C)
-        do = load_tile(do_ptr + token * do_row + h * do_head, rows, do_row, vv, live, V, BV)
         last = tl.minimum(length - c * C, C) - 1
-        decay = tl.exp2(load_vector(G_ptr + at * K + last * (HV * K), kk, K, KP))
-        dSb = dS.to(w.dtype)
+        do = load_tile(do_ptr + token * do_row + h * do_head, rows, do_row, vv, live, V, BV)
+        Aqk = load_tile(Aqk_ptr + at * C, rows, HV * C, rows, live, C, C)
         if dh_ptr is not None:
-            tl.store(state_pointers(dh_ptr, chunk + c, HV, h, kk, vv, K, V, False), dSb, mask=state_mask)
+            store_state(dh_ptr, dS, chunk + c, HV, h, vv, K, V, KP, KB, BV, False)
         dr = tl.dot(tl.trans(Aqk), do, input_precision=P)
-        dr = tl.dot(kg, dSb, acc=dr, input_precision=P)
+        for j in tl.static_range(KP // KB):
+            kk = j * KB + tl.arange(0, KB)
+            kg = load_tile(kg_ptr + at * K, rows, HV * K, kk, live, K, KB)
+            dr = tl.dot(kg, dS[j].to(kg.dtype), acc=dr, input_precision=P)
         if dr_ptr is not None:
             store_tile(dr_ptr + at * V, dr, rows, HV * V, vv, live, V, BV)
-        dS = tl.dot(tl.trans(qg), do, acc=dS * decay[:, None], input_precision=P)
-        dS = tl.dot(tl.trans(w), (-dr).to(w.dtype), acc=dS, input_precision=P)
+        erased = (-dr).to(do.dtype)
+        entry = ()
+        for j in tl.static_range(KP // KB):
+            kk = j * KB + tl.arange(0, KB)
+            qg = load_tile(qg_ptr + at * K, rows, HV * K, kk, live, K, KB)
+            w = load_tile(w_ptr + at * K, rows, HV * K, kk, live, K, KB)
+            decay = tl.exp2(load_vector(G_ptr + at * K + last * (HV * K), kk, K, KB))
+            part = tl.dot(tl.trans(qg), do, acc=dS[j] * decay[:, None], input_precision=P)
+            entry = entry + (tl.dot(tl.trans(w), erased, acc=part, input_precision=P),)
+        dS = entry
 
     if dS0_ptr is not None:
-        target = state_pointers(dS0_ptr, n, HV, h, kk, vv, K, V, V_FIRST)
-        tl.store(target, dS.to(dS0_ptr.dtype.element_ty), mask=state_mask)
+        store_state(dS0_ptr, dS, n, HV, h, vv, K, V, KP, KB, BV, V_FIRST)
 
 
 @triton.jit
 def reverse_scan_kernel(
     w_ptr, kg_ptr, qg_ptr, G_ptr, Aqk_ptr, do_ptr, dS_final_ptr, dh_ptr, dr_ptr, dS0_ptr, sequences_ptr, do_row, do_head,
-    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, KP: tl.constexpr, BV: tl.constexpr,
+    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, KP: tl.constexpr, KB: tl.constexpr, BV: tl.constexpr,
     V_FIRST: tl.constexpr, P: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     reverse_steps(
         w_ptr, kg_ptr, qg_ptr, G_ptr, Aqk_ptr, do_ptr, dS_final_ptr, dh_ptr, dr_ptr, dS0_ptr, sequences_ptr, tl.program_id(0), do_row,
-        do_head, HV, K, V, C, KP, BV, V_FIRST, P, STAGES,
+        do_head, HV, K, V, C, KP, KB, BV, V_FIRST, P, STAGES,
     )  # fmt: skip
 
 
@@ -94,19 +102,19 @@ def reverse_scan_kernel(
 def both_scans_kernel(
     w_ptr, kg_ptr, qg_ptr, u_ptr, G_ptr, Aqk_ptr, do_ptr, S0_ptr, dS_final_ptr, h_ptr, r_ptr, dh_ptr, dr_ptr, dS0_ptr, sequences_ptr,
     do_row, do_head,
-    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, KP: tl.constexpr, BV: tl.constexpr,
+    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, KP: tl.constexpr, KB: tl.constexpr, BV: tl.constexpr,
     V_FIRST: tl.constexpr, P: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(V, BV)
     if tl.program_id(0) < blocks:
         scan_kernel(
             w_ptr, kg_ptr, u_ptr, G_ptr, None, None, None, S0_ptr, h_ptr, r_ptr, None, None, sequences_ptr, None,
-            HV=HV, K=K, V=V, C=C, KP=KP, BV=BV, V_FIRST=V_FIRST, EVERY=1, P=P, STAGES=STAGES,
+            HV=HV, K=K, V=V, C=C, KP=KP, KB=KB, BV=BV, V_FIRST=V_FIRST, EVERY=1, P=P, STAGES=STAGES,
         )  # fmt: skip
     else:
         reverse_steps(
             w_ptr, kg_ptr, qg_ptr, G_ptr, Aqk_ptr, do_ptr, dS_final_ptr, dh_ptr, dr_ptr, dS0_ptr, sequences_ptr, tl.program_id(0) - blocks,
-            do_row, do_head, HV, K, V, C, KP, BV, V_FIRST, P, STAGES,
+            do_row, do_head, HV, K, V, C, KP, KB, BV, V_FIRST, P, STAGES,
         )  # fmt: skip
 
 
@@ -127,8 +135,8 @@ def reverse_scan(
     if N:
         reverse_scan_kernel[(triton.cdiv(V, BV), HV, N)](
             w, kg, qg, G, Aqk, rows, contiguous(dfinal_state), dh, dr, dS0, plan.sequences, rows.stride(0), rows.stride(1), HV=HV, K=K,
-            V=V, C=plan.chunk_size, KP=pad(K), BV=BV, V_FIRST=problem.state_v_first, P=config.precision, STAGES=config.scan_stages,
-            num_warps=config.scan_warps,
+            V=V, C=plan.chunk_size, KP=pad(K), KB=config.forward.scan_block_k, BV=BV, V_FIRST=problem.state_v_first, P=config.precision,
+            STAGES=config.scan_stages, num_warps=config.scan_warps,
         )  # fmt: skip
     return dh, dr, dS0
 
@@ -147,8 +155,8 @@ def both_scans(
     if N:
         both_scans_kernel[(2 * triton.cdiv(V, BV), HV, N)](
             w, kg, qg, u, G, Aqk, rows, contiguous(S0), contiguous(dfinal_state), h, r, dh, dr, dS0, plan.sequences, rows.stride(0),
-            rows.stride(1), HV=HV, K=K, V=V, C=plan.chunk_size, KP=pad(K), BV=BV, V_FIRST=problem.state_v_first, P=config.precision,
-            STAGES=config.scan_stages, num_warps=config.scan_warps,
+            rows.stride(1), HV=HV, K=K, V=V, C=plan.chunk_size, KP=pad(K), KB=config.forward.scan_block_k, BV=BV,
+            V_FIRST=problem.state_v_first, P=config.precision, STAGES=config.scan_stages, num_warps=config.scan_warps,
         )  # fmt: skip
     return h, r, dh, dr, dS0
 
