@@ -240,7 +240,8 @@ def main(argv: list[str] | None = None) -> None:
     hits = [r.from_cache for r in finished]
     drafted, accepted = sum(r.drafted for r in finished), sum(r.accepted for r in finished)
     print(f"{device}: {prefilled} prompt tokens and {generated} generated tokens in {seconds:.2f} s")
-    print(f"  {(prefilled + generated) / seconds:.0f} tokens/s, {steps} decode steps; eager Python per layer and step, not the kernels, sets it")
+    rate = (prefilled + generated) / seconds
+    print(f"  {rate:.0f} tokens/s, {steps} decode steps; eager Python around each layer's calls sets it, not the kernels")
     print(f"  prefix cache: {sum(h > 0 for h in hits)} hits, {sum(hits)} tokens not computed again")
     print(f"  drafts: {accepted} of {drafted} guessed tokens accepted, {drafted - accepted} rejected")
     gap = max(check(engine, r) for r in finished)

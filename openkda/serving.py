@@ -109,10 +109,10 @@ def _run_decode(tensors: tuple[torch.Tensor | None, ...], options: tuple) -> Non
 
 def _decode(tensors: tuple[torch.Tensor | None, ...], options: tuple) -> None:
     launch = _launches.get(key := call_key(_DECODE_TENSORS, tensors, options))
-    if torch.is_grad_enabled() and any(tensors[i].requires_grad for i in (0, 1, 2, 3, 4, 8)):  # q, k, v, gate, beta, state_pool
-        raise ValueError("kda_decode has no gradient; call it under torch.no_grad(), or chunk_kda for training")
     if launch is None:
         launch = _launches[key] = _decode_launch(tensors, *options)
+    if torch.is_grad_enabled() and any(tensors[i].requires_grad for i in (0, 1, 2, 3, 4, 8)):  # q, k, v, gate, beta, state_pool
+        raise ValueError("kda_decode has no gradient; call it under torch.no_grad(), or chunk_kda for training")
     launch(*tensors)
 
 

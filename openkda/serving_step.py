@@ -79,10 +79,10 @@ def kda_fused_decode(
 
 def _fused_decode(tensors: tuple[torch.Tensor | None, ...], options: tuple) -> None:
     launch = _launches.get(key := call_key(_TENSORS, tensors, options))
-    if torch.is_grad_enabled() and any(tensors[i].requires_grad for i in (0, 1, 2, 3, 4, 8, 11)):  # tokens, state_pool, output_gate
-        raise ValueError("kda_fused_decode has no gradient; call it under torch.no_grad()")
     if launch is None:
         launch = _launches[key] = _fused_launch(tensors, *options)
+    if torch.is_grad_enabled() and any(tensors[i].requires_grad for i in (0, 1, 2, 3, 4, 8, 11)):  # tokens, state_pool, output_gate
+        raise ValueError("kda_fused_decode has no gradient; call it under torch.no_grad()")
     launch(*tensors)
 
 
