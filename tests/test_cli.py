@@ -279,9 +279,10 @@ def test_recordings_survive_a_round_trip(recording):
 
 
 def test_check_passes_here_and_names_who_was_not_asked(monkeypatch):
-    monkeypatch.setattr(check_module, "SHAPES", {"small": dict(T=20, H=1, K=8), "ragged": dict(lengths=(0, 1, 18), H=1, HV=2, K=8)})
-    printed = openkda("check", "--regime", "mixed", "--regime", "extreme", "--device", "cpu")
-    assert "all" in printed and "within tolerance" in printed
+    monkeypatch.setattr(check_module, "SHAPES", {"ragged": check_module.SHAPES["ragged"]})
+    asked = ("--backend", "torch", "--backend", "hopper", "--regime", "init", "--regime", "extreme")
+    printed = openkda("check", *asked, "--gradients", "--device", "cpu")
+    assert "all" in printed and "within tolerance" in printed and "gradient" in printed
     assert "hopper, chunk form: not checked: " in printed
 
 

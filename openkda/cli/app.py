@@ -48,6 +48,7 @@ def run(
 def check(
     backend: Annotated[list[str] | None, typer.Option(help="hopper, portable or torch; may be repeated; default: all")] = None,
     regime: Annotated[list[str] | None, typer.Option(help="gate regime of openkda.testing; may be repeated; default: all")] = None,
+    gradients: Annotated[bool, typer.Option("--gradients", help="also compare gradients with fp64 autograd of the recurrence")] = False,
     device: Device = None,
     interpret: Annotated[bool, typer.Option("--interpret", help="also run the Triton kernels on the CPU, in Triton's interpreter")] = False,
 ) -> None:
@@ -58,7 +59,8 @@ def check(
     from openkda.cli.check import check as work
     from openkda.testing import REGIMES
 
-    if not work(wanted=tuple(backend or NAMES), regimes=tuple(regime or REGIMES), device=torch_device("cpu" if interpret else device)):
+    where = torch_device("cpu" if interpret else device)
+    if not work(wanted=tuple(backend or NAMES), regimes=tuple(regime or REGIMES), device=where, gradients=gradients):
         raise typer.Exit(CHECK_FAILED)
 
 

@@ -16,7 +16,9 @@ from openkda.cli.errors import BadInput, refusals
 from openkda.cli.pipeline import SHORT
 from openkda.cli.run import progress
 from openkda.ops import chunk_kda, fused_recurrent_kda
-from openkda.testing import REGIMES, Case, allowed_error, make_case, relative_error
+from openkda.problem import Problem
+from openkda.testing import REGIMES, Case, allowed_error, gradient_triples, make_case, relative_error
+from openkda.testing import gradients as gradients_of
 
 GATES = ("bounded", "softplus")
 SHAPES = {
@@ -55,11 +57,14 @@ class Row:
             self.share, self.output, self.error, self.allowed, self.where = share, output, error, allowed, where
 
 
-def served(case: Case, wanted: tuple[str, ...], refused: dict[tuple[str, str], str]) -> list[tuple[str, str]]:
+def served(
+    case: Case, wanted: tuple[str, ...], gradients: bool, refused: dict[tuple[str, str], str]
+) -> list[tuple[str, str]]:  # fmt: skip
     """The (backend, form) pairs that serve the case; the first reason of each that does not goes to `refused`."""
     problem, _ = case.described()
     pairs = []
-    for form, why_not in (("chunk", backends.why_not), ("recurrent", backends.why_not_recurrent)):
+    forms = {"chunk": backends.why_not, "recurrent": backends.why_not_recurrent} | ({"gradient": why_no_gradient} if gradients else {})
+    for form, why_not in forms.items():
         for name in wanted:
             reason = why_not(name, problem)
             if reason is None:
@@ -67,6 +72,11 @@ def served(case: Case, wanted: tuple[str, ...], refused: dict[tuple[str, str], s
             else:
                 refused.setdefault((name, form), reason)
     return pairs
+
+
+def why_no_gradient(name: str, problem: Problem) -> str | None:
+    """None where the backend has a forward and gradients of its own, else one sentence."""
+    return backends.why_not(name, problem) or backends.why_not_backward(name, problem)
 
 
 @contextmanager
@@ -80,8 +90,10 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def check(*, wanted: tuple[str, ...], regimes: tuple[str, ...], device: torch.device) -> bool:
-    """Run every case on every wanted backend that serves it and print a table. Returns False when a result is too far off."""
+def check(*, wanted: tuple[str, ...], regimes: tuple[str, ...], device: torch.device, gradients: bool) -> bool:
+    """Run every case on every wanted backend that serves it and print a table. Returns False when a result is too far off.
+
+    gradients: also compare the gradients of every input with fp64 autograd of the recurrence."""
     for regime in regimes:
         if regime not in REGIMES:
             raise BadInput(f"--regime is {regime!r}; it must be one of {', '.join(REGIMES)}")
@@ -91,7 +103,7 @@ def check(*, wanted: tuple[str, ...], regimes: tuple[str, ...], device: torch.de
     shapes = SHAPES | GPU_SHAPES if device.type == "cuda" else SHAPES
     rows: dict[tuple[str, str, str, str], Row] = {}
     refused: dict[tuple[str, str], str] = {}
-    with progress() as bar, torch.no_grad(), one_thread():
+    with progress() as bar, one_thread():
         task = bar.add_task("cases", total=len(regimes) * len(GATES) * len(shapes) * len(DTYPES))
         for regime in regimes:
             for gate in GATES:
@@ -99,7 +111,7 @@ def check(*, wanted: tuple[str, ...], regimes: tuple[str, ...], device: torch.de
                     for dtype in DTYPES:
                         with refusals():
                             case = make_case(regime, bounded=gate == "bounded", dtype=dtype, device=device, **sizes)
-                        for name, form in served(case, wanted, refused):
+                        for name, form in served(case, wanted, gradients, refused):
                             row = rows.setdefault((name, form, gate, regime), Row(name, form, gate, regime))
                             run_case(row, case, f"{shape} {SHORT[dtype]}")
                         bar.advance(task)
@@ -109,9 +121,15 @@ def check(*, wanted: tuple[str, ...], regimes: tuple[str, ...], device: torch.de
 
 def run_case(row: Row, case: Case, where: str) -> None:
     """Run the case as `row` says and keep its errors there."""
-    results = FORMS[row.form](**case.args, backend=row.backend)
     row.cases += 1
-    for output, actual, exact, twin in zip(("o", "final_state"), results, case.oracle, case.twin):
+    if row.form == "gradient":
+        triples = gradient_triples(case, gradients_of(case, backend=row.backend))
+        vanishing = case.regime == "extreme"  # the gate's gradients are as small as exp(-20) there, below the rounding of any sum
+        results = [triple for triple in triples if not (vanishing and triple[0] not in ("dq", "dk", "dv", "dbeta", "dinitial_state"))]
+    else:
+        with torch.no_grad():
+            results = zip(("o", "final_state"), FORMS[row.form](**case.args, backend=row.backend), case.oracle, case.twin)
+    for output, actual, exact, twin in results:
         row.add(output, relative_error(actual, exact), allowed_error(twin, exact), where)
 
 
