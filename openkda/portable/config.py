@@ -28,6 +28,7 @@ class Config:
     wy_warps: int
     scan_block_v: int  # value columns per program of the state scan
     scan_block_k: int  # keys per block of the state
+    scan_precision: str  # as precision, for the state scan
     scan_warps: int
     scan_stages: int  # depth of the load pipeline over chunks
     output_block_v: int  # value columns per program of the output kernel
@@ -75,7 +76,8 @@ def configure(problem: Problem) -> Config:
         wy_block=min(32 if wide else 128, max(K, V)),
         wy_warps=4 if wide or max(K, V) < 128 else 8,  # 368 us; 450 with 4 warps on 64 columns
         scan_block_v=scan_block_v,
-        scan_block_k=min(K, 64 if wide else 128),
+        scan_block_k=min(K, (32 if K > 128 else 64) if wide else 128),
+        scan_precision="ieee" if wide and K > 128 else "tf32x3" if nvidia else "ieee",  # the split operands of tf32x3 would spill
         scan_warps=8 if wide and K > 128 else 4,
         scan_stages=1 if wide else scan_stages(problem, chunk, K, scan_block_v),
         output_block_v=min(V, 64),

@@ -145,7 +145,7 @@ def launch_scan(
         return
     scan_kernel[(blocks, problem.HV, N)](
         w, kg, u, G, qg, Aqk, o, S0, h, r, S_final, M, sequences, entries, HV=problem.HV, K=K, V=V, C=C, KP=pad(K), KB=config.scan_block_k, BV=BV, V_FIRST=v_first, EVERY=every,
-        P=config.precision, STAGES=config.scan_stages, num_warps=config.scan_warps,
+        P=config.scan_precision, STAGES=config.scan_stages, num_warps=config.scan_warps,
     )  # fmt: skip
 
 
