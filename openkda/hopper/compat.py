@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import triton
+from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
@@ -18,7 +20,37 @@ __all__ = [
     "gluon",
     "mbarrier",
     "mma_v2",
+    "raw_launch",
+    "tensor_map",
     "tma",
     "warpgroup_mma",
     "warpgroup_mma_wait",
 ]
+
+
+def raw_launch(compiled: object) -> tuple[object, list[tuple]]:
+    """(run, maps) of a compiled kernel: run(x, y, z, stream, args) launches it without Triton's argument handling, where a tensor
+    descriptor is passed as its tensor map, sizes and strides; maps holds what `tensor_map` needs for each descriptor."""
+    launcher = compiled.run
+    launch = launcher.launch
+    if launch.__closure__ is not None:  # the wrapper that builds tensor maps; the compiled launcher is what it closes over
+        launch = launch.__closure__[launch.__code__.co_freevars.index("launcher")].cell_contents
+    function, metadata = compiled.function, compiled.packed_metadata
+    fixed = (launcher.launch_cooperative_grid, launcher.launch_pdl, None, None, metadata, None, None, None)
+    maps = [
+        (m["swizzle"], m["elem_size"], TMA_DTYPE_DEVICE_TO_HOST[m["elem_type"]], tuple(m["block_size"]))
+        for m in (getattr(compiled.metadata, "tensordesc_meta", None) or ())
+    ]
+    constants = [None] * sum(name == "num_warps" for name in compiled.src.fn.arg_names)  # named by the kernel, given as an option
+
+    def run(x: int, y: int, z: int, stream: int, args: list[object]) -> None:
+        launch(x, y, z, stream, function, *fixed, *args, *constants)
+
+    return run, maps
+
+
+def tensor_map(pointer: int, kind: tuple, rows: int, columns: int, stride: int) -> object:
+    """The copy engine's description of a matrix"""
+    swizzle, size, dtype, box = kind
+    fill = triton.runtime.driver.active.utils.fill_tma_descriptor
+    return fill(pointer, swizzle, size, dtype, list(box), [rows, columns], [stride, 1], 0)

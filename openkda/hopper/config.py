@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 
@@ -28,11 +29,11 @@ class Tiles:
     outputs: bool  # True: the forward; False: state only (segment summaries)
     kg: bool  # True: a separate k * exp(G_C - G) tile for the state; False: the decay follows the product (bounded gates)
     gate: str  # "none", "softplus", "bounded"
-    level: str  # "never": the product form; "guard": rows out of its range take the level form; "always": the level form (fp16)
+    level: str  # scores: "never" in the level form, by "guard" where a block's decay leaves the product form's range, "always" (levels.py)
     l2norm: bool
     beta: str  # "given", "sigmoid", "twice" (2 * sigmoid)
     state_v_first: bool
-    split: str  # "none", "segments", "segments_all", "whole": which work a block takes from the segment table (segments.py)
+    split: str  # which work a block takes from the segment table: "none", "segments", "segments_all", "whole", "state" (segments.py)
     pdl: bool
 
 
@@ -42,16 +43,16 @@ class Config:
 
     forward: Tiles
     steps: int = 0  # at most so many steps a segment; 0: sequences are not split
-    warm_limit: int = 0  # steps of warm-up tried before a segment is taken to need its entry state
-    summary: Tiles | None = None  # segments without a warm-up: their entry states from summaries
-    whole: Tiles | None = None  # or: their sequences run unsplit
+    tail: int = 0  # steps before a segment from which its entry state is tried
+    state: Tiles | None = None  # of the state-only passes
+    whole: Tiles | None = None  # where a tail does not suffice: the sequence runs unsplit with these tiles; None: summaries of its segments
     reason: str = ""
 
 
 # What a block looks like: rows of V, preparation partitions and their registers, warps of the scan, ring slots.
 FULL = dict(R=128, preps=2, prep_regs=120, scan_warps=4, slots=5)  # most work per block: enough heads to fill the chip
 WIDE = dict(R=128, preps=2, prep_regs=112, scan_warps=8, slots=5)  # shorter steps: few blocks
-HALF = dict(R=64, preps=3, prep_regs=120, scan_warps=4, slots=6)  # two blocks share a head
+HALF = dict(R=64, preps=2, prep_regs=168, scan_warps=4, slots=6)  # two blocks share a head
 PAIRS = dict(R=128, preps=1, prep_regs=88, scan_warps=8, slots=5)  # summaries: two chains of 128 rows
 
 
@@ -59,11 +60,11 @@ def base_tiles(problem: Problem, shape: dict, **changes: object) -> Tiles:
     """Tiles of a problem for one block shape; `changes` win."""
     p = problem
     gate = p.gate
-    exact = p.dtype == torch.float16
+    level = "always" if p.dtype == torch.float16 else "never" if p.bounded else "guard"  # fp16 cannot hold k / exp(G)
     fields = dict(
         K=p.K, V=p.V, outputs=True, gate=gate, l2norm=p.qk_l2norm, state_v_first=p.state_v_first, split="none", pdl=False,
         beta="given" if not p.beta_sigmoid else "twice" if p.neg_eigval else "sigmoid",
-        level="always" if exact else "never" if p.bounded else "guard", kg=exact or not p.bounded,
+        level=level, kg=level != "never",
     )  # fmt: skip
     tiles = Tiles(**{**fields, **shape, **changes})
     per_slot = slot_bytes(tiles, p.gate_dtype.itemsize)
@@ -80,29 +81,46 @@ def slot_bytes(tiles: Tiles, gate_bytes: int) -> int:
     return 4 * BLOCK * t.K * 2 + STEP * t.K * gate_bytes + STEP * t.R * 2 + 4 * BLOCK * BLOCK * 2 + 2 * t.K * 4 + 4 * BLOCK * 4
 
 
-def choose(problem: Problem) -> Config:
-    """The launches of a problem. Lengths of a ragged batch are not known here; its mean stands for them."""
-    p = problem
-    if p.K != 128 or p.V != 128:
-        shape = HALF if p.V == 64 or p.N * p.HV <= 66 else FULL
-        return Config(base_tiles(p, shape), reason="K and V other than 128 run one block per sequence, head and 64 or 128 rows of V")
-    heads = p.N * p.HV
-    steps = -(-p.B * p.T // (STEP * max(p.N, 1)))  # of a sequence, on average
-    droppable = p.qk_l2norm and p.beta_sigmoid  # the warm-up's bound needs |k| <= 1 and beta in [0, 2]
-    warm = 16 if droppable else 0
-    if heads <= SPLIT_HEADS:
-        parts = min(MULTIPROCESSORS // heads, steps // MIN_STEPS)
-        if parts > 1:
-            summary = base_tiles(p, PAIRS, outputs=False, split="summary")
-            forward = base_tiles(p, WIDE, split="segments")
-            return Config(
-                forward, -(-steps // parts), warm, summary, reason=f"{heads} heads and sequences: {parts} segments, exact by summaries"
-            )
-    if heads <= 66:
-        return Config(base_tiles(p, HALF), reason=f"{heads} heads and sequences: two blocks of 64 rows of V share a head")
-    return Config(base_tiles(p, FULL), reason=f"{heads} heads and sequences fill the chip: one block each")
-
-
 MULTIPROCESSORS = 132
-SPLIT_HEADS = 32  # heads times sequences up to which summaries beat a split of V
+SUMMARY_HEADS = 32  # rows of work up to which summaries beat running a sequence unsplit, where tails do not suffice
+SHORT = 32  # steps up to which a sequence is better run unsplit than summarised
 MIN_STEPS = 4  # steps of a segment that pay for its launch
+TAIL = 4  # steps of a tail: 128 tokens
+WORKSPACE = 512 * 2**20  # bytes that entry states and summaries may take
+
+
+def segments_per_sequence(rows: int, steps: int) -> int:
+    """Into how many segments sequences of `steps` steps are cut, `rows` of them times heads being in flight."""
+    if rows <= SUMMARY_HEADS:
+        return max(1, min(MULTIPROCESSORS // rows, steps // MIN_STEPS))
+    waves = lambda parts: -(-rows * parts // MULTIPROCESSORS) / parts + 0.03 * parts
+    return min((parts for parts in (1, 2, 3, 4) if parts == 1 or steps >= 16 * parts), key=waves)
+
+
+@lru_cache(maxsize=1024)
+def choose(problem: Problem, longest: int | None = None) -> Config:
+    """The launches of a problem whose longest sequence has `longest` tokens (None: all have the same).
+
+    Where sequences times heads do not fill the chip, sequences are cut. Which of the prepared ways a head takes, the device decides: its
+    segments at once where tails give their entry states, else from summaries, or unsplit."""
+    p = problem
+    total = -(-p.B * p.T // STEP)
+    steps = max(1, -(-(p.T if longest is None and not p.varlen else longest or -(-p.T // max(p.N, 1))) // STEP))
+    rows = max(1, -(-total // steps)) * p.HV
+    parts = segments_per_sequence(rows, steps) if p.K == p.V == 128 else 1
+    length = -(-steps // parts)
+    summaries = rows <= SUMMARY_HEADS and steps > SHORT
+    bound = (p.N + total // length) * p.HV * p.K * p.V * 4 * (3 if summaries else 1)
+    unsplit = HALF if p.V == 64 or rows <= MULTIPROCESSORS // 2 else FULL
+    if parts == 1 or bound > WORKSPACE:
+        blocks = "64 rows of V a block" if unsplit is HALF else "one block a head"
+        return Config(base_tiles(p, unsplit), reason=f"{rows} heads times sequences, {steps} steps: unsplit, {blocks}")
+    state = base_tiles(p, PAIRS, outputs=False, split="state")
+    shape = WIDE if rows <= SUMMARY_HEADS else FULL
+    tail = min(TAIL, length)
+    if summaries:
+        reason = f"{rows} heads times sequences, {steps} steps: {parts} segments, entry states from tails or summaries"
+        return Config(base_tiles(p, shape, split="segments"), length, tail, state, None, reason)
+    reason = f"{rows} heads times sequences, {steps} steps: {parts} segments where tails give the entry states, else unsplit"
+    whole = base_tiles(p, unsplit, split="whole")
+    return Config(base_tiles(p, shape, split="segments_all"), length, tail, state, whole, reason)

@@ -18,7 +18,7 @@ def head_decay(src, head):
     if src.A_log_ptr is None:
         return head.to(gl.float32) * 0.0 + 1.0
     else:
-        return gl.exp(gl.load(src.A_log_ptr + head))
+        return gl.exp(gl.load(src.A_log_ptr + head).to(gl.float32))
 
 
 @gluon.jit
@@ -28,7 +28,7 @@ def gate_line(src, head, channel, T: gl.constexpr):
     rate = head_decay(src, head)
     bias = channel.to(gl.float32) * 0.0
     if src.dt_bias_ptr is not None:
-        bias = gl.load(src.dt_bias_ptr + head * K + channel)
+        bias = gl.load(src.dt_bias_ptr + head * K + channel).to(gl.float32)
     if T.gate == "bounded":
         slope = -LOG2E * rate
         factor = src.lower_bound * LOG2E

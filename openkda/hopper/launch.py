@@ -4,32 +4,30 @@ No host-device synchronisation; nothing is allocated besides o, final_state and 
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 
 from openkda.hopper import prefill, segments
-from openkda.hopper.compat import TensorDescriptor, gl
-from openkda.hopper.config import STEP, Config, Tiles
+from openkda.hopper.config import BLOCK, STEP, Config, Tiles
+from openkda.hopper.runtime import Box, launch
 from openkda.problem import Inputs, Problem
 
 TABLE = 8  # columns of the segment table
 
 
-def rows_of(x: torch.Tensor) -> torch.Tensor:
-    """x [B, T, H, D] as rows [B*T, H*D]: a view where the copy engine can read it (heads packed, rows evenly spaced, 16-byte
+def matrix(x: torch.Tensor, box_rows: int, box_columns: int) -> Box:
+    """x [B, T, H, D] as a matrix [B*T, H*D]: in place where the copy engine can read it (heads packed, rows evenly spaced, 16-byte
     aligned), else a contiguous copy."""
     B, T, H, D = x.shape
-    size = x.element_size()
-    packed = x.stride(3) == 1 and (H == 1 or x.stride(2) == D) and (B == 1 or x.stride(0) == T * x.stride(1))
-    if not (packed and x.stride(1) * size % 16 == 0 and x.data_ptr() % 16 == 0 and x.stride(1) >= H * D):
-        x = x.contiguous()
-    return x.as_strided((B * T, H * D), (x.stride(1), 1))
-
-
-def box(x: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """Tensor descriptor of x [rows, columns] for boxes of [rows, columns]"""
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, columns], gl.NVMMASharedLayout(128, 8 * x.element_size(), 2))
+    step = H * D
+    if not x.is_contiguous() or x.data_ptr() % 16:
+        step = x.stride(1) if T > 1 else x.stride(0) if B > 1 else step
+        packed = x.stride(3) == 1 and (H == 1 or x.stride(2) == D) and (B == 1 or T == 1 or x.stride(0) == T * step)
+        if not (packed and step >= H * D and step * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0):
+            x = x.clone(memory_format=torch.contiguous_format)
+            step = H * D
+    return Box(x, B * T, H * D, step, box_rows, box_columns)
 
 
 def fixed_rows(B: int, T: int, target: int) -> list[list[int]]:
@@ -52,10 +50,10 @@ def ragged_tables(cu: torch.Tensor, T: int, target: int) -> tuple[torch.Tensor, 
     """(segments [NS, 8], whole [N, 8]) int32 of a ragged batch, built on the device; NS is a bound from N and T alone"""
     N = cu.shape[0] - 1
     NS = N + T // (STEP * target)
-    split = torch.empty(NS + N, TABLE, dtype=torch.int32, device=cu.device)
-    grid = (-(-NS // 64),)
-    segments.table_kernel[grid](cu, split, split[NS:], N, T, target, NS, BN=128, BS=64, num_warps=4)
-    return split[:NS], split[NS:]
+    table = torch.empty(NS + N, TABLE, dtype=torch.int32, device=cu.device)
+    args = (cu.contiguous(), table, table[NS:], N, T, target, NS)
+    launch(segments.table_kernel, (-(-NS // 64), 1, 1), args, (128, 64), num_warps=4, pdl=False, device=cu.device.index)
+    return table[:NS], table[NS:]
 
 
 def forward(problem: Problem, inputs: Inputs, config: Config) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -74,42 +72,44 @@ def forward(problem: Problem, inputs: Inputs, config: Config) -> tuple[torch.Ten
         return o, final
     target = config.steps if config.steps else max(1, p.T)
     split, whole = ragged_tables(x.cu_seqlens, p.T, target) if p.varlen else fixed_tables(p.B, p.T, target, device)
-    q, k, v, g = (rows_of(t) for t in (x.q, x.k, x.v, x.g))
+    NS, HV, K, V = split.shape[0], p.HV, p.K, p.V
+    bound = p.lower_bound or 0.0
+    q, k, g = matrix(x.q, BLOCK, K), matrix(x.k, BLOCK, K), matrix(x.g, STEP, K)
+    v, out = matrix(x.v, STEP, V), matrix(o, BLOCK, V)
     beta = x.beta.contiguous()
     initial = None if x.initial_state is None else x.initial_state.contiguous()
-    flat_o = o.view(p.B * p.T, p.HV * p.V)
-    NS, HV = split.shape[0], p.HV
-    K, V = p.K, p.V
-    bound = p.lower_bound or 0.0
-    k_desc, q_desc, g_desc = box(k, 16, K), box(q, 16, K), box(g, STEP, K)
+    A_log, dt_bias = (None if t is None else t.contiguous() for t in (x.A_log, x.dt_bias))
 
-    def run_forward(tiles: Tiles, table: torch.Tensor, entry: torch.Tensor | None, warm: torch.Tensor | None) -> None:
+    run = partial(launch, device=device.index)
+
+    def run_forward(tiles: Tiles, table: torch.Tensor, entry: torch.Tensor | None, known: torch.Tensor | None) -> None:
         R = tiles.R
-        prefill.forward_kernel[(table.shape[0], HV, V // R)](
-            q_desc, k_desc, box(v, STEP, R), g_desc, box(flat_o, 16, R), o, beta, x.A_log, x.dt_bias, initial, final, entry, warm, table,
-            HV, p.group, NS, bound, p.scale, tiles, num_warps=tiles.scan_warps, launch_pdl=tiles.pdl,
+        args = (
+            q, k, v._replace(box_columns=R), g, out._replace(box_columns=R), o, beta, A_log, dt_bias, initial, final, entry, known, table,
+            HV, p.group, NS, bound, p.scale,
         )  # fmt: skip
+        run(prefill.forward_kernel, (table.shape[0], HV, V // R), args, (tiles,), num_warps=tiles.scan_warps, pdl=tiles.pdl)
 
     if not config.steps:
         run_forward(config.forward, split, None, None)
         return o, final
-    states = NS * HV * K * V if config.summary else 0
-    work = torch.empty(NS * HV + states * 3, dtype=torch.float32, device=device)
-    warm = work[states * 3 :].view(torch.int32)
-    segments.decide_kernel[(NS, HV)](
-        g, x.A_log, x.dt_bias, warm, split, HV, NS, config.warm_limit, g.stride(0), bound, config.forward, num_warps=4
-    )  # fmt: skip
-    if config.whole is not None:
-        run_forward(config.whole, whole, None, warm)
-    entry = None
-    if config.summary is not None:
-        entry, summary = work[:states], work[states : 3 * states]
-        prefill.summary_kernel[(NS, HV)](
-            k_desc, box(v, STEP, V), g_desc, beta, x.A_log, x.dt_bias, initial, summary, warm, split, HV, p.group, NS, bound,
-            config.summary, num_warps=config.summary.scan_warps, launch_pdl=config.summary.pdl,
-        )  # fmt: skip
-        segments.combine_kernel[(p.N, HV, V // 16)](
-            summary, entry, warm, whole, HV, NS, K=K, V=V, ROWS=16, PDL=config.summary.pdl, num_warps=8, launch_pdl=config.summary.pdl
-        )  # fmt: skip
-    run_forward(config.forward, split, entry, warm)
+    state = config.state
+    states = NS * HV * K * V
+    chained = config.whole is None
+    work = torch.empty(states * (3 if chained else 1) + NS * HV, dtype=torch.float32, device=device)
+    entry, known = work[:states], work[-NS * HV :].view(torch.int32)
+    summary = work[states : 3 * states] if chained else entry  # without summaries nothing is written there
+
+    def run_state(tail: int) -> None:
+        args = (k, v, g, beta, A_log, dt_bias, initial, entry, summary, known, split, HV, p.group, NS, tail, bound)
+        run(prefill.state_kernel, (NS, HV, 1), args, (state,), num_warps=state.scan_warps, pdl=state.pdl)
+
+    run_state(config.tail)
+    if chained:
+        run_state(0)
+        args = (summary, entry, known, whole, HV, NS)
+        run(segments.combine_kernel, (p.N, HV, V // BLOCK), args, (K, V, BLOCK, state.pdl), num_warps=8, pdl=state.pdl)
+    else:
+        run_forward(config.whole, whole, None, known)
+    run_forward(config.forward, split, entry, known)
     return o, final

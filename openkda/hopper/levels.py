@@ -1,8 +1,9 @@
-"""Scores of 16x16 blocks: kd ki^T in one product, and the level form for blocks whose decay leaves that product's range.
+"""Scores of 16x16 blocks: kd ki^T in one product, or in the level form.
 
-The product form multiplies exp(G_r) by exp(-G_i); a row is served by it when every channel has G_r >= `product_limit`, which depends on no
-later token (causality stays bit-exact). The level form serves any gate: for s = 1, 2, 4, 8, rows of the odd s-block meet rows of the even
-s-block before it, both anchored on the even block's last row, so that every factor is at most 1."""
+The product form multiplies exp(G_r) by exp(-G_i), which needs 16 tokens' decay within fp32's range: bounded gates always, unbounded ones
+for rows with G_r >= `product_limit` in every channel; and bf16 tiles. The level form serves any gate and fp16 tiles: for s = 1, 2, 4, 8,
+rows of the odd s-block meet rows of the even s-block before it, both anchored on the even block's last row, so that every factor is at
+most 1. An anchor precedes every row it serves: causality is bit-exact."""
 
 from __future__ import annotations
 

@@ -10,17 +10,17 @@ from __future__ import annotations
 
 from openkda.hopper.compat import gdc_launch_dependents, gdc_wait, gl, gluon
 from openkda.hopper.prep import prep_role
-from openkda.hopper.scan import Output, States, forward_scan, summary_scan
+from openkda.hopper.scan import Output, Sink, States, forward_scan, summary_scan
 from openkda.hopper.segments import locate
 from openkda.hopper.tiles import Source, make_ring, plain_shared, shared_layout
 
 
 @gluon.jit
-def scan_role(ring, out, states, summary_ptr, work, segment, HV, T: gl.constexpr):
+def scan_role(ring, out, states, sink, work, segment, HV, NS, T: gl.constexpr):
     if T.outputs:
         forward_scan(ring, out, states, work, segment, HV, T)
     else:
-        summary_scan(ring, states, summary_ptr, work, segment, HV, T)
+        summary_scan(ring, states, sink, work, segment, HV, NS, T)
 
 
 @gluon.jit
@@ -54,7 +54,7 @@ def run_roles(scan, ring, src, work, columns, T: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["HV", "group", "NS"], do_not_specialize_on_alignment=["beta_ptr"])
 def forward_kernel(
-    q_desc, k_desc, v_desc, g_desc, o_desc, o_ptr, beta_ptr, A_log_ptr, dt_bias_ptr, initial_ptr, final_ptr, entry_ptr, warm_ptr,
+    q_desc, k_desc, v_desc, g_desc, o_desc, o_ptr, beta_ptr, A_log_ptr, dt_bias_ptr, initial_ptr, final_ptr, entry_ptr, known_ptr,
     segments_ptr, HV, group, NS, lower_bound, scale, T: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """o and final_state of the work that T.split assigns to this launch"""
@@ -65,30 +65,30 @@ def forward_kernel(
         gdc_wait()
     segment = gl.program_id(0)
     head = gl.program_id(1)
-    work = locate(segments_ptr, warm_ptr, segment, head, group, gl.program_id(2) * R, NS, T)
+    work = locate(segments_ptr, known_ptr, segment, head, group, gl.program_id(2) * R, NS, 0, T)
     src = Source(q_desc, k_desc, v_desc, g_desc, beta_ptr, A_log_ptr, dt_bias_ptr, HV, lower_bound, scale)
     ring = make_ring(src, T)
     columns = gl.allocate_shared_memory(gl.float32, [preps, 4, 16], plain_shared())
     out = Output(o_desc, o_ptr, gl.allocate_shared_memory(o_desc.dtype, [2, 16, R], shared_layout(16)))
     states = States(initial_ptr, final_ptr, entry_ptr)
-    run_roles((ring, out, states, None, work, segment, HV, T), ring, src, work, columns, T)
+    run_roles((ring, out, states, None, work, segment, HV, NS, T), ring, src, work, columns, T)
 
 
-@gluon.jit(do_not_specialize=["HV", "group", "NS"], do_not_specialize_on_alignment=["beta_ptr"])
-def summary_kernel(
-    k_desc, v_desc, g_desc, beta_ptr, A_log_ptr, dt_bias_ptr, initial_ptr, summary_ptr, warm_ptr, segments_ptr, HV, group, NS, lower_bound,
-    T: gl.constexpr, num_warps: gl.constexpr,
+@gluon.jit(do_not_specialize=["HV", "group", "NS", "tail"], do_not_specialize_on_alignment=["beta_ptr"])
+def state_kernel(
+    k_desc, v_desc, g_desc, beta_ptr, A_log_ptr, dt_bias_ptr, initial_ptr, entry_ptr, summary_ptr, known_ptr, segments_ptr, HV, group, NS,
+    tail, lower_bound, T: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """(M, b) of the segments whose successor needs its entry state"""
+    """The state alone: entry states from tails (tail > 0), or (M, b) of the segments whose successor's entry state is not known"""
     preps: gl.constexpr = T.preps
     if T.pdl:
         gdc_launch_dependents()
         gdc_wait()
     segment = gl.program_id(0)
     head = gl.program_id(1)
-    work = locate(segments_ptr, warm_ptr, segment, head, group, 0, NS, T)
+    work = locate(segments_ptr, known_ptr, segment, head, group, 0, NS, tail, T)
     src = Source(k_desc, k_desc, v_desc, g_desc, beta_ptr, A_log_ptr, dt_bias_ptr, HV, lower_bound, 1.0)
     ring = make_ring(src, T)
     columns = gl.allocate_shared_memory(gl.float32, [preps, 4, 16], plain_shared())
-    states = States(initial_ptr, None, None)
-    run_roles((ring, None, states, summary_ptr, work, segment, HV, T), ring, src, work, columns, T)
+    states = States(initial_ptr, None, entry_ptr)
+    run_roles((ring, None, states, Sink(summary_ptr, known_ptr, tail), work, segment, HV, NS, T), ring, src, work, columns, T)

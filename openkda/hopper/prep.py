@@ -1,8 +1,8 @@
 """The preparation role of the Hopper forward: from the raw tiles of a step (32 tokens, two blocks of 16) to what the scan reads.
 
-Per block, with r_k, r_q the inverse norms (1 without l2norm) and G the inclusive base-2 prefix sum of the log decay (docs/math.md):
+Per block, r_k, r_q the inverse norms (1 without l2norm), G the inclusive base-2 prefix sum of the log decay:
 
-    kd = k exp(G)    qd = q exp(G)    ki = k / exp(G)  (or kg = k exp(G_C - G))        norms, beta and scale act on rows of 16x16 blocks only
+    kd = k exp(G)    qd = q exp(G)    ki = k / exp(G)  (or kg = k exp(G_C - G))        norms, beta, scale: rows of 16x16 blocks only
     A  = diag(beta r_k^2) tril(kd ki^T, -1)       Z = tril(qd ki^T)
     T0 = (I + A)^-1 diag(beta r_k)                by doubling the block size 2, 4, 8, 16: every iterate is the exact inverse of a
                                                   block-diagonal part, so nothing grows
@@ -170,15 +170,13 @@ def store_decayed(kq, k, q, G, T: gl.constexpr):
 
 
 @gluon.jit
-def product_step(kq, ki, tz, rows, columns, G, G_end, ring, src, work, following, T: gl.constexpr):
+def product_step(kq, ki, tz, rows, columns, G, G_end, T: gl.constexpr):
     """Tiles and blocks of a step whose decays stay in the product form's range"""
     K: gl.constexpr = T.K
     k, q = load_rows(kq, T)
     ki.reshape([2, 16, K]).store(scaled_exp2(k, -G))
     store_decayed(kq, k, q, G, T)
     fence_async_shared()
-    if following < work.steps:
-        load_step(ring, src, work, following, T)
     sc = pair_scores(kq, ki)
     if T.kg:
         gl.thread_barrier()  # every warp's scores are done with ki
@@ -188,8 +186,9 @@ def product_step(kq, ki, tz, rows, columns, G, G_end, ring, src, work, following
 
 
 @gluon.jit
-def level_step(kq, ki, tz, rows, columns, G, G_end, ring, src, work, following, T: gl.constexpr):
-    """The same for any gate; with "guard", rows within the product form's range still take it, whatever follows them in the block"""
+def level_step(kq, ki, tz, rows, columns, G, G_end, T: gl.constexpr):
+    """The same for any gate, in the level form. With "guard", rows within the product form's range take that form here too: which form a
+    row takes depends on no later token, so causality stays bit-exact."""
     K: gl.constexpr = T.K
     k, q = load_rows(kq, T)
     sc = level_scores(kq, ki, k, q, G, T)
@@ -203,8 +202,6 @@ def level_step(kq, ki, tz, rows, columns, G, G_end, ring, src, work, following, 
         store_decayed(kq, k, q, G, T)
     ki.reshape([2, 16, K]).store(scaled_exp2(k, gl.expand_dims(G_end, 1) - G))
     fence_async_shared()
-    if following < work.steps:
-        load_step(ring, src, work, following, T)
     finish_blocks(sc, tz, rows, columns, T)
 
 
@@ -231,16 +228,18 @@ def prepare_step(ring, src, work, it, columns, beta, consts, T: gl.constexpr):
     G = gl.associative_scan(log2_decay(raw, consts, T), 1, add)
     G_end = gl.reduce(G, 1, last)  # [2, K]
     ring.decay.index(slot).store(ex2(G_end))
-    following = it + T.preps
     if T.level == "never":
-        product_step(kq, ki, tz, rows, columns, G, G_end, ring, src, work, following, T)
+        product_step(kq, ki, tz, rows, columns, G, G_end, T)
     elif T.level == "always":
-        level_step(kq, ki, tz, rows, columns, G, G_end, ring, src, work, following, T)
+        level_step(kq, ki, tz, rows, columns, G, G_end, T)
     else:
-        if gl.min(gl.min(G_end, 1), 0) < product_limit:
-            level_step(kq, ki, tz, rows, columns, G, G_end, ring, src, work, following, T)
+        lowest = gl.min(gl.min(G_end, 1), 0)
+        gl.thread_barrier()
+        if lowest < product_limit:
+            level_step(kq, ki, tz, rows, columns, G, G_end, T)
         else:
-            product_step(kq, ki, tz, rows, columns, G, G_end, ring, src, work, following, T)
+            product_step(kq, ki, tz, rows, columns, G, G_end, T)
+        gl.thread_barrier()  # the compiler's own barrier after the branch covers only one of its arms
 
 
 @gluon.jit
@@ -255,6 +254,8 @@ def prep_role(ring, src, work, columns, first: gl.constexpr, T: gl.constexpr):
     for turn in range((work.steps + preps - 1 - first) // preps):
         it = turn * preps + first
         slot = it % slots
+        if it + preps < work.steps:
+            load_step(ring, src, work, it + preps, T)
         mbarrier.wait(ring.full.index(slot), (it // slots) & 1)
         beta = activate_beta(raw, live, T)
         raw, live = load_beta(src, work, it + preps)  # a turn ahead: nothing waits for it

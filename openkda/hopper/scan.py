@@ -16,6 +16,8 @@ from typing import NamedTuple
 from openkda.hopper.compat import fence_async_shared, gl, gluon, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from openkda.hopper.tiles import group_layout, to_f32
 
+DROP_BITS = gl.constexpr(40)  # a tail's M with no entry above 2^-DROP_BITS drops what lies before it (segments.py)
+
 
 class States(NamedTuple):
     """Where states come from and go to; each may be None"""
@@ -23,6 +25,14 @@ class States(NamedTuple):
     initial_ptr: object  # [N, HV, V, K] or [N, HV, K, V], fp32 or bf16
     final_ptr: object  # the same
     entry_ptr: object  # [segments, HV, V, K] fp32, entry states of segments (segments.py)
+
+
+class Sink(NamedTuple):
+    """Where a state-only pass writes"""
+
+    summary_ptr: object  # [NS, HV, 2, V, K] fp32, b then M
+    known_ptr: object  # [HV, NS] int32 (segments.py)
+    tail: object  # steps of a tail, 0: whole segments
 
 
 class Output(NamedTuple):
@@ -55,7 +65,7 @@ def first_state(states, segment, work, HV, T: gl.constexpr):
     if states.initial_ptr is not None:
         if work.from_initial:
             S = gl.load(states.initial_ptr + state_offsets(work, row, col, T, HV)).to(gl.float32)
-    if states.entry_ptr is not None:
+    if T.split == "segments" or T.split == "segments_all":
         if work.from_entry:
             V: gl.constexpr = T.V
             base = states.entry_ptr + (segment.to(gl.int64) * HV + work.head) * (K * V)
@@ -79,22 +89,21 @@ def last_state(states, S, work, HV, T: gl.constexpr):
 
 @gluon.jit
 def store_rows(out, o, row, c: gl.constexpr, work, HV, T: gl.constexpr):
-    """Store 16 rows of o [R, 16]: by the copy engine where all belong to this segment, masked at its end, not at all before its begin"""
+    """Store 16 rows of o [R, 16]: by the copy engine where all belong to this segment, masked at its end"""
     R: gl.constexpr = T.R
     V: gl.constexpr = T.V
     L: gl.constexpr = group_layout(16, gl.num_warps())
-    if row >= work.begin:
-        if row + 16 <= work.end:
-            tile = out.tile.index(c)
-            tma.store_wait(1)
-            tile.permute((1, 0)).store(o)
-            fence_async_shared()
-            tma.async_copy_shared_to_global(out.desc, [row, work.head * V + work.row0], tile)
-        else:
-            token = row + gl.arange(0, 16, layout=gl.SliceLayout(0, L))[None, :]
-            r = gl.arange(0, R, layout=gl.SliceLayout(1, L))[:, None]
-            at = (token.to(gl.int64) * HV + work.head) * V + work.row0 + r
-            gl.store(out.ptr + at, o, mask=token < work.end)
+    if row + 16 <= work.end:
+        tile = out.tile.index(c)
+        tma.store_wait(1)
+        tile.permute((1, 0)).store(o)
+        fence_async_shared()
+        tma.async_copy_shared_to_global(out.desc, [row, work.head * V + work.row0], tile)
+    else:
+        token = row + gl.arange(0, 16, layout=gl.SliceLayout(0, L))[None, :]
+        r = gl.arange(0, R, layout=gl.SliceLayout(1, L))[:, None]
+        at = (token.to(gl.int64) * HV + work.head) * V + work.row0 + r
+        gl.store(out.ptr + at, o, mask=token < work.end)
 
 
 @gluon.jit
@@ -146,9 +155,9 @@ def forward_scan(ring, out, states, work, segment, HV, T: gl.constexpr):
 
 
 @gluon.jit
-def summary_scan(ring, states, summary_ptr, work, segment, HV, T: gl.constexpr):
+def summary_scan(ring, states, sink, work, segment, HV, NS, T: gl.constexpr):
     """State only, as two interleaved chains: b (rows of V, from 0 or initial_state) and M (K rows, from the identity, without values):
-    the segment turns an entry state E into E M + b. Both are written in fp32, b then M."""
+    these steps turn an entry state E into E M + b. Writes (b, M), or for a tail the next segment's entry state b and if it is known."""
     K: gl.constexpr = T.K
     slots: gl.constexpr = T.slots
     L: gl.constexpr = group_layout(K, gl.num_warps())
@@ -198,6 +207,12 @@ def summary_scan(ring, states, summary_ptr, work, segment, HV, T: gl.constexpr):
                 M = M * decay.load(L)
         mbarrier.arrive(ring.empty.index(slot), count=1)
     if work.steps > 0:
-        base = summary_ptr + (segment.to(gl.int64) * HV + work.head) * (2 * K * K)
-        gl.store(base + row * K + col, B)
-        gl.store(base + K * K + row * K + col, M)
+        at = segment.to(gl.int64) * HV + work.head
+        if sink.tail > 0:
+            small = (gl.max(gl.max(gl.abs(M), 1), 0) <= 2.0**-DROP_BITS) | work.from_initial
+            gl.store(sink.known_ptr + work.head * NS + segment + 1, small.to(gl.int32))
+            gl.store(states.entry_ptr + (at + HV) * (K * K) + row * K + col, B)
+        else:
+            base = sink.summary_ptr + at * (2 * K * K)
+            gl.store(base + row * K + col, B)
+            gl.store(base + K * K + row * K + col, M)

@@ -1,17 +1,14 @@
-"""Exact parallelism over the sequence: the segment table, how far back a segment must start, and the chain of entry states.
+"""Exact parallelism over the sequence: the segment table, which entry states are known, and the chain of the others.
 
 A sequence is cut into segments of nearly equal numbers of 32-token steps, by lengths alone. `segment table [NS, 8] int32`, one row each:
 
     sequence (-1: unused row), first row, end row, sequence's first row, sequence's end row, sequence's first segment, its segment count, 0
 
-Warm-up: `warm [HV, NS] int32` holds, per head and segment, after how many steps before its first row the state may start from 0, or -1.
-For normalised keys and beta in [0, 2] one token maps the state by (I - beta k k^T) Diag(exp(g)), whose norm is at most the largest
-channel's decay (channels mix through k k^T, so their own sums prove nothing). The product over tokens of that largest decay bounds what is
-dropped: at most 2^-DROP_BITS of the norm of the state that is dropped, where fp32 keeps 2^-25 of the norm of what is stored.
-A row of `warm` depends on earlier tokens only.
-
-Summaries: where a segment needs its true entry state, every segment before it gives (M, b) with exit state = entry state M + b (scan.py),
-and `combine_kernel` chains them."""
+`known [HV, NS] int32` says, per head and segment, whether `entry [NS, HV, V, K]` already holds the segment's entry state. The tail pass
+runs the state over the last steps before each segment from (0, I) and so gets (M, b): the true entry state is E M + b for the unknown state
+E before the tail. Where every |M| is at most 2^-DROP_BITS, |E M| <= K 2^-DROP_BITS |E| row by row, below half an ulp of what fp32 keeps of
+a state of E's size: b is the entry state. The measured M needs no assumption on gates, keys or beta, and depends on earlier tokens only.
+Where M is not that small, `summary` gives (M, b) of whole segments and `combine_kernel` chains them: entry[s + 1] = entry[s] M_s + b_s."""
 
 from __future__ import annotations
 
@@ -19,8 +16,7 @@ import triton
 import triton.language as tl
 
 from openkda.hopper.compat import gdc_launch_dependents, gdc_wait, gl, gluon
-from openkda.hopper.decay import activate, gate_line
-from openkda.hopper.tiles import Source, Work, to_f32
+from openkda.hopper.tiles import Work
 
 DROP_BITS = tl.constexpr(40.0)
 COLUMNS = tl.constexpr(8)  # of the segment table
@@ -77,26 +73,26 @@ def _store_row(ptr, s, mask, sequence, begin, end, first, stop, segment, count):
 
 
 @gluon.jit
-def all_warm(warm, first, count):
-    """1 where every segment of [first, first + count) may start from 0 after its warm-up; warm is this head's row"""
+def all_known(known, first, count):
+    """1 where the entry states of all segments of [first, first + count) but the first are known; known is this head's row"""
     L: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    low = first * 0
-    for j in range(0, count, 128):
+    low = first * 0 + 1
+    for j in range(1, count, 128):
         s = j + gl.arange(0, 128, layout=L)
-        w = gl.load(warm + first + s, mask=s < count, other=0)
-        low = gl.minimum(low, gl.min(w, 0))
-    return (low >= 0).to(gl.int32)
+        low = gl.minimum(low, gl.min(gl.load(known + first + s, mask=s < count, other=1), 0))
+    return low
 
 
 @gluon.jit
-def locate(segments_ptr, warm_ptr, segment, head, group, row0, NS, T: gl.constexpr):
+def locate(segments_ptr, known_ptr, segment, head, group, row0, NS, tail, T: gl.constexpr):
     """The work of one block. T.split says what the block serves:
 
     none          the segment, which is a whole sequence
-    segments      the segment, from its warm-up or its entry state
-    segments_all  the segment after its warm-up, if every segment of the sequence has one; `whole` serves the other sequences
-    whole         the sequence, if not every segment of it has a warm-up
-    summary       the segment's (M, b), if the next segment needs its entry state"""
+    segments      the segment, from its entry state
+    segments_all  the segment, if the entry states of all segments of its sequence are known; `whole` serves the other sequences
+    whole         the sequence, if not all of them are known
+    state         with tail > 0 the last `tail` steps of the segment, for the entry state of the next one; with tail = 0 the segment's
+                  (M, b), if the next one's entry state is not known"""
     row = segments_ptr + segment * COLUMNS
     sequence = gl.load(row)
     begin = gl.load(row + 1)
@@ -105,79 +101,31 @@ def locate(segments_ptr, warm_ptr, segment, head, group, row0, NS, T: gl.constex
     is_last = (end == gl.load(row + 4)).to(gl.int32)
     active = (sequence >= 0).to(gl.int32)
     start = begin
-    needs_entry = 0
+    known = known_ptr
     if T.split != "none":
-        warm = warm_ptr + head * NS
-        if T.split == "segments_all" or T.split == "whole":
-            every = all_warm(warm, gl.load(row + 5), gl.load(row + 6))
-            active = active * (every if T.split == "segments_all" else 1 - every)
-        if T.split == "summary":
-            active = active * (1 - is_last)
-            if active != 0:
-                active = (gl.load(warm + segment + 1) < 0).to(gl.int32)
-        if T.split != "whole":
-            if active != 0:
-                steps = gl.load(warm + segment)
-                start = begin - 32 * gl.maximum(steps, 0)
-                needs_entry = (steps < 0).to(gl.int32)
+        known += head * NS
+    if T.split == "segments_all" or T.split == "whole":
+        every = all_known(known, gl.load(row + 5), gl.load(row + 6))
+        active = active * (every if T.split == "segments_all" else 1 - every)
+    if T.split == "state":
+        active = active * (1 - is_last)
+        if tail > 0:
+            start = gl.maximum(begin, end - 32 * tail)
+        elif active != 0:
+            active = 1 - gl.load(known + segment + 1)
     live = active != 0
     steps = gl.where(live, (end - start + 31) // 32, 0)
-    from_initial = live & (start == first)
-    from_entry = live & (needs_entry != 0)
-    return Work(sequence, start, begin, end, steps, head, head // group, row0, from_initial, from_entry, live & (is_last != 0))
-
-
-@gluon.jit(do_not_specialize=["HV", "NS", "limit"])
-def decide_kernel(
-    g_ptr, A_log_ptr, dt_bias_ptr, warm_ptr, segments_ptr, HV, NS, limit, g_stride, lower_bound, T: gl.constexpr, num_warps: gl.constexpr
-):
-    """warm[head, segment]: the fewest steps before the segment over which the bound falls below 2^-DROP_BITS, or that reach the sequence's
-    first token; -1 beyond `limit` steps. Grid (NS, HV), 4 warps, four steps a turn. The activations rise or fall with their argument, so
-    the slowest channel of a token is found before the activation."""
-    segment = gl.program_id(0)
-    head = gl.program_id(1)
-    K: gl.constexpr = T.K
-    L: gl.constexpr = gl.BlockedLayout([1, 8], [256 // K, K // 8], [4, 1], [1, 0])
-    L4: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0])
-    if T.pdl:
-        gdc_launch_dependents()
-    row = segments_ptr + segment * COLUMNS
-    begin = gl.load(row + 1)
-    first = gl.load(row + 3)
-    none: gl.constexpr = None
-    src = Source(none, none, none, none, none, A_log_ptr, dt_bias_ptr, HV, lower_bound, 0.0)
-    channel = gl.arange(0, K, layout=gl.SliceLayout(0, L))[None, :]
-    slope, offset, factor = gate_line(src, head, channel, T)
-    token = gl.arange(0, 128, layout=gl.SliceLayout(1, L))[:, None]
-    step = gl.arange(0, 4, layout=gl.SliceLayout(1, L4))
-    nearer = gl.arange(0, 4, layout=gl.SliceLayout(0, L4))[None, :] >= 3 - step[:, None]
-    bits = 0.0
-    found = gl.where(begin == first, 0, -1)
-    turns = gl.where(begin == first, 0, limit // 4)
-    for turn in range(turns):
-        if found < 0 and bits * (limit // 4) <= -DROP_BITS * turn / 2:
-            base = begin - 128 * (turn + 1)
-            at = (base.to(gl.int64) + token) * g_stride + head * K + channel
-            gate = gl.load(g_ptr + at, mask=base + token >= first, other=0.0)
-            x = to_f32(gate) * slope + offset
-            slowest = gl.min(x, axis=1) if T.gate == "softplus" else gl.max(x, axis=1)  # [128]
-            decay = activate(slowest, factor, T)
-            per_step = gl.convert_layout(gl.sum(decay.reshape([4, 32]), axis=1), gl.SliceLayout(0, L4))  # in token order
-            total = bits + gl.sum(gl.where(nearer, per_step[None, :], 0.0), axis=1)
-            back = begin - 32 * (4 * turn + step + 1)  # first row of the step
-            hit = ((total <= -DROP_BITS) & (back >= first)) | (back == first)
-            steps = gl.min(gl.where(hit, 4 * turn + step + 1, 1 << 30), 0)
-            found = gl.where(steps < (1 << 30), steps, found)
-            bits = bits + gl.sum(per_step, 0)
-    gl.store(warm_ptr + head * NS + segment, found)
+    return Work(
+        sequence, start, end, steps, head, head // group, row0, live & (start == first), live & (start != first), live & (is_last != 0)
+    )
 
 
 @triton.jit(do_not_specialize=["HV", "NS"])
 def combine_kernel(
-    summary_ptr, entry_ptr, warm_ptr, whole_ptr, HV, NS, K: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr
+    summary_ptr, entry_ptr, known_ptr, whole_ptr, HV, NS, K: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
-    """Entry states: entry[s + 1] = entry[s] M_s + b_s over the segments of a sequence, for ROWS rows of V; a segment with a warm-up
-    contributes b_s alone. Stops at the last segment that needs its entry state. Grid (N, HV, V / ROWS)."""
+    """entry[s + 1] = entry[s] M_s + b_s where it is not known, over the segments of a sequence, for ROWS rows of V. b of the first segment
+    starts from the initial state. Stops at the last unknown segment. Grid (N, HV, V / ROWS)."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -185,19 +133,20 @@ def combine_kernel(
     head = tl.program_id(1)
     s0 = tl.load(row + 5)
     count = tl.load(row + 6)
-    warm = warm_ptr + head * NS + s0
+    known = known_ptr + head * NS + s0
     end = 0
-    for j in range(0, count, 128):
+    for j in range(1, count, 128):
         s = j + tl.arange(0, 128)
-        w = tl.load(warm + s, mask=s < count, other=0)
-        end = tl.maximum(end, tl.max(tl.where(w < 0, s, 0), 0))
+        end = tl.maximum(end, tl.max(tl.where(tl.load(known + s, mask=s < count, other=1) == 0, s, 0), 0))
     r = tl.program_id(2) * ROWS + tl.arange(0, ROWS)[:, None]
     k = tl.arange(0, K)
     S = tl.zeros([ROWS, K], tl.float32)
     for j in tl.range(0, end, num_stages=3):
-        base = summary_ptr + ((s0 + j).to(tl.int64) * HV + head) * (K * V + K * K)
-        b = tl.load(base + r * K + k[None, :])
-        M = tl.load(base + K * V + k[:, None] * K + k[None, :])
-        S = tl.where(tl.load(warm + j) < 0, S, 0.0)
-        S = tl.dot(S, M, b, input_precision="tf32x3")
-        tl.store(entry_ptr + ((s0 + j + 1).to(tl.int64) * HV + head) * (K * V) + r * K + k[None, :], S)
+        at = (s0 + j).to(tl.int64) * HV + head
+        b = tl.load(summary_ptr + at * (K * V + K * K) + r * K + k[None, :])
+        M = tl.load(summary_ptr + at * (K * V + K * K) + K * V + k[:, None] * K + k[None, :])
+        out = entry_ptr + (at + HV) * (K * V) + r * K + k[None, :]
+        found = tl.load(known + j + 1) != 0
+        chained = tl.dot(S, M, b, input_precision="tf32x3")
+        S = tl.where(found, tl.load(out), chained)
+        tl.store(out, S)

@@ -115,8 +115,7 @@ class Work(NamedTuple):
     """What one block does: the steps of one segment of one sequence, for one value head and R rows of V"""
 
     sequence: object
-    start: object  # first row processed: `begin`, or earlier by the warm-up
-    begin: object  # first row whose output is stored
+    start: object  # first row
     end: object
     steps: object
     head: object

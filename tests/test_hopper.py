@@ -1,0 +1,136 @@
+"""The Hopper forward on a GPU: values against the fp64 recurrence over its options, and what must hold bit for bit."""
+
+import pytest
+import torch
+
+from openkda.hopper import config, launch, why_not
+from openkda.hopper.config import Config, base_tiles, choose
+from openkda.testing import assert_close, make_case
+
+pytestmark = [pytest.mark.gpu, pytest.mark.hopper]
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+RAGGED = (5, 0, 33, 530, 1, 64)
+
+
+def case(regime="init", **kw):
+    return make_case(regime, **{**dict(H=2, K=128, dtype=BF16, state_v_first=True, device="cuda"), **kw})
+
+
+def split_config(problem, how, steps=4):
+    """A Config that cuts sequences as asked whatever their number."""
+    if how == "full":
+        return Config(base_tiles(problem, config.FULL))
+    if how == "half":
+        return Config(base_tiles(problem, config.HALF))
+    if how == "wide":
+        return Config(base_tiles(problem, config.WIDE))
+    state = base_tiles(problem, config.PAIRS, outputs=False, split="state")
+    if how == "summaries":
+        return Config(base_tiles(problem, config.WIDE, split="segments"), steps, min(2, steps), state)
+    whole = base_tiles(problem, config.HALF, split="whole")
+    return Config(base_tiles(problem, config.FULL, split="segments_all"), steps, min(2, steps), state, whole)
+
+
+def check(c, cfg=None):
+    problem, inputs = c.described()
+    assert why_not(problem) is None
+    o, final = launch.forward(problem, inputs, cfg or choose(problem))
+    assert_close("o", o, c.oracle[0], c.twin[0])
+    assert_close("final_state", final, c.oracle[1], c.twin[1])
+    return o, final
+
+
+@pytest.mark.parametrize("regime", ["random", "init", "zero", "extreme", "mixed"])
+@pytest.mark.parametrize("how", ["full", "half", "wide", "summaries", "whole"])
+@pytest.mark.parametrize("kw", [dict(T=300, B=2), dict(lengths=RAGGED)], ids=["fixed", "ragged"])
+def test_every_way_of_cutting(how, regime, kw):
+    c = case(regime, **kw)
+    check(c, split_config(c.described()[0], how))
+
+
+@pytest.mark.parametrize("T", [1, 2, 15, 16, 17, 31, 32, 33, 63, 65])
+def test_tails(T):
+    check(case("random", T=T, B=2))
+
+
+@pytest.mark.parametrize(
+    "kw",
+    [
+        dict(HV=4), dict(neg_eigval=True), dict(qk_l2norm=False), dict(initial_state=False), dict(state_v_first=False),
+        dict(state_dtype=BF16), dict(state_v_first=False, state_dtype=BF16), dict(gate_dtype=FP32), dict(beta_dtype=FP32), dict(raw=False),
+        dict(raw=False, gate_dtype=FP32, beta_dtype=FP16), dict(lower_bound=-1.0), dict(scale=1.0), dict(K=64), dict(V=64), dict(K=64, V=64),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_options(kw):
+    check(case("init", **{**dict(T=150), **kw}))
+
+
+@pytest.mark.parametrize("regime", ["random", "init", "zero", "extreme", "mixed"])
+@pytest.mark.parametrize("raw", [True, False], ids=["softplus", "given"])
+def test_unbounded_gates(regime, raw):
+    check(case(regime, T=700, bounded=False, raw=raw, gate_dtype=FP32))
+
+
+@pytest.mark.parametrize("regime", ["init", "extreme"])
+@pytest.mark.parametrize("bounded", [True, False])
+def test_fp16(regime, bounded):
+    check(case(regime, T=150, dtype=FP16, bounded=bounded, gate_dtype=FP32))
+
+
+@pytest.mark.parametrize("bounded", [True, False], ids=["bounded", "softplus"])
+@pytest.mark.parametrize("how", ["half", "summaries", "whole"])
+def test_causality_is_bit_exact(how, bounded):
+    c = case("mixed", T=300, bounded=bounded)
+    problem, inputs = c.described()
+    cfg = split_config(problem, how)
+    before, _ = launch.forward(problem, inputs, cfg)
+    for t in (68, 130, 137):
+        for name in ("q", "k", "v", "g", "beta"):
+            setattr(inputs, name, getattr(inputs, name).clone())
+            getattr(inputs, name)[:, t:] = torch.randn_like(getattr(inputs, name)[:, t:]) * 3
+        after, _ = launch.forward(problem, inputs, cfg)
+        assert torch.equal(before[:, :t], after[:, :t])
+        inputs = c.described()[1]
+
+
+@pytest.mark.parametrize("how", ["half", "summaries", "whole"])
+def test_alternating_inputs_never_mix(how):
+    a, b = case("init", T=1000, H=12), case("random", T=1000, H=12, seed=1)
+    cfg = split_config(a.described()[0], how, steps=8)
+    first = [launch.forward(*x.described(), cfg) for x in (a, b)]
+    for _ in range(100):
+        for x, (o, final) in zip((a, b), first, strict=True):
+            again = launch.forward(*x.described(), cfg)
+            assert torch.equal(o, again[0]) and torch.equal(final, again[1])
+
+
+def test_strided_views_and_poisoned_memory():
+    c = case("init", T=100)
+    want, _ = check(c)
+    problem, inputs = c.described()
+    packed = torch.full((1, 200, 6 * 128), float("nan"), dtype=BF16, device="cuda")
+    views = packed[:, 50:150].unflatten(-1, (6, 128)).split(2, dim=2)
+    for name, view in zip(("q", "k", "v"), views, strict=True):
+        view.copy_(getattr(inputs, name))
+        setattr(inputs, name, view)
+    got, _ = launch.forward(problem, inputs, choose(problem))
+    assert torch.equal(want, got)
+
+
+def test_tokens_after_the_last_sequence_are_zero():
+    c = case("init", lengths=(40, 7), pad_to=100)
+    o, _ = check(c)
+    assert not o[:, 47:].any()
+
+
+def test_graph_capture():
+    c = case("init", T=500)
+    problem, inputs = c.described()
+    cfg = split_config(problem, "summaries")
+    want = launch.forward(problem, inputs, cfg)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = launch.forward(problem, inputs, cfg)
+    graph.replay()
+    assert torch.equal(want[0], got[0]) and torch.equal(want[1], got[1])
