@@ -17,7 +17,8 @@ class BackwardConfig:
 
     forward: Config  # of the stages that are recomputed; its chunk size is the backward's
     precision: str  # input precision of fp32 matrix products, as in the forward
-    scan_block_v: int  # value columns per program of the reverse scan
+    scan_block_k: int  # keys per block of the state and its gradient
+    scan_block_v: int  # value columns per program of both scans
     scan_warps: int
     scan_stages: int  # depth of the load pipeline over chunks
     block_v: int  # value columns per step of the score gradients
@@ -37,6 +38,7 @@ def configure_backward(problem: Problem) -> BackwardConfig:
     return BackwardConfig(
         forward=forward,
         precision=forward.precision,
+        scan_block_k=min(K, 128),
         scan_block_v=scan_block_v,
         scan_warps=8 if wide or K * scan_block_v > 8192 else 4,
         scan_stages=1 if wide else reverse_scan_stages(problem, forward.chunk, K, scan_block_v),  # fp32 operands fill the registers

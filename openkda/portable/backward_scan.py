@@ -52,7 +52,7 @@ def reverse_steps(
         if dS_final_ptr is not None:
             pointers = state_pointers(dS_final_ptr, n, HV, h, kk, vv, K, V, V_FIRST)
             part = tl.load(pointers, mask=tile_mask(kk < K, vv, V, BV), other=0.0).to(tl.float32)
-        dS = dS + (part,)
+        dS = dS + (part,)  # noqa: RUF005
 
     for back in tl.range(0, count, num_stages=STAGES):
         c = count - 1 - back
@@ -79,7 +79,7 @@ def reverse_steps(
             w = load_tile(w_ptr + at * K, rows, HV * K, kk, live, K, KB)
             decay = tl.exp2(load_vector(G_ptr + at * K + last * (HV * K), kk, K, KB))
             part = tl.dot(tl.trans(qg), do, acc=dS[j] * decay[:, None], input_precision=P)
-            entry = entry + (tl.dot(tl.trans(w), erased, acc=part, input_precision=P),)
+            entry = entry + (tl.dot(tl.trans(w), erased, acc=part, input_precision=P),)  # noqa: RUF005
         dS = entry
 
     if dS0_ptr is not None:
@@ -135,7 +135,7 @@ def reverse_scan(
     if N:
         reverse_scan_kernel[(triton.cdiv(V, BV), HV, N)](
             w, kg, qg, G, Aqk, rows, contiguous(dfinal_state), dh, dr, dS0, plan.sequences, rows.stride(0), rows.stride(1), HV=HV, K=K,
-            V=V, C=plan.chunk_size, KP=pad(K), KB=config.forward.scan_block_k, BV=BV, V_FIRST=problem.state_v_first, P=config.precision,
+            V=V, C=plan.chunk_size, KP=pad(K), KB=config.scan_block_k, BV=BV, V_FIRST=problem.state_v_first, P=config.precision,
             STAGES=config.scan_stages, num_warps=config.scan_warps,
         )  # fmt: skip
     return dh, dr, dS0
@@ -155,7 +155,7 @@ def both_scans(
     if N:
         both_scans_kernel[(2 * triton.cdiv(V, BV), HV, N)](
             w, kg, qg, u, G, Aqk, rows, contiguous(S0), contiguous(dfinal_state), h, r, dh, dr, dS0, plan.sequences, rows.stride(0),
-            rows.stride(1), HV=HV, K=K, V=V, C=plan.chunk_size, KP=pad(K), KB=config.forward.scan_block_k, BV=BV,
+            rows.stride(1), HV=HV, K=K, V=V, C=plan.chunk_size, KP=pad(K), KB=config.scan_block_k, BV=BV,
             V_FIRST=problem.state_v_first, P=config.precision, STAGES=config.scan_stages, num_warps=config.scan_warps,
         )  # fmt: skip
     return h, r, dh, dr, dS0
