@@ -124,10 +124,13 @@ def test_prefill_then_decode_equals_one_prefill(backend, v_first, split, device)
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("v_first", [True, False])
 @pytest.mark.parametrize("split", [1, 100, 8191])
-def test_long_splits(split, device):
+def test_long_splits(split, v_first, device):
     """8192 tokens at once against a piece, then the rest (one token of it decoded), bf16."""
-    case = make(lengths=[8192], slots=4, used=[1, 2], H=2, HV=2, K=128, V=64, dtype=torch.bfloat16, regime="init", device=device)
+    case = make(
+        lengths=[8192], slots=4, used=[1, 2], H=2, HV=2, K=128, V=64, dtype=torch.bfloat16, regime="init", v_first=v_first, device=device
+    )  # fmt: skip
     case.pool[2] = case.pool[1]
     one = prefill(case, None, [1])
     whole = case.tokens
@@ -290,6 +293,40 @@ def test_graph_replay_with_changing_indices_and_lengths(device):
                 want = case.oracle(n, slot)
                 assert_matches(f"o {n}", flat[case.rows(n)], want[0])
                 assert_matches(f"slot {slot}", case.pool[slot], want[1][-1])
+        assert_untouched(case, {s for s in slots if s >= 0})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["portable", None])
+def test_prefill_graph_replay_with_changing_slots_and_lengths(backend, device):
+    """One captured prefill of up to four sequences in 200 rows; cu_seqlens is padded by repeating its last entry."""
+    case = make(
+        lengths=[60, 1, 99, 40], H=2, HV=2, K=128, V=128, slots=9, used=list(range(1, 9)), dtype=torch.bfloat16, device=device
+    )  # fmt: skip
+    table, flags, out = indices([1, 2, 3, 4], case), torch.ones(4, dtype=torch.bool, device=device), torch.empty_like(case.tokens["v"])
+    args = case.arguments(state_indices=table, has_initial_state=flags, cu_seqlens=cu(case), out=out, backend=backend)
+    kda_prefill(**args)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kda_prefill(**args)
+    for slots, lengths, initial in (([5, 1, 3, 7], [3, 150, 30, 17], [1, 0, 1, 1]), ([8, -1, 2, -1], [128, 5, 1, 0], [1, 1, 1, 1])):
+        table.copy_(indices(slots, case))
+        flags.copy_(torch.tensor(initial, dtype=torch.bool))
+        args["cu_seqlens"].copy_(torch.tensor([0, *lengths]).cumsum(0))
+        case.storage.copy_(case.before)
+        out.fill_(float("nan"))
+        graph.replay()
+        torch.cuda.synchronize()
+        case.lengths = lengths
+        for n, (slot, own) in enumerate(zip(slots, initial)):
+            rows = out[0, case.rows(n)]
+            if slot < 0:
+                assert (rows == 0).all()
+                continue
+            want, twin = case.oracle(n, slot if own else None), chunk_twin(case, n, slot if own else None, backend)
+            assert_close(f"o {n}", rows, want[0], twin[0])
+            assert_close(f"slot {slot}", case.pool[slot], want[1][-1], twin[1])
+        assert (out[0, sum(lengths) :] == 0).all()
         assert_untouched(case, {s for s in slots if s >= 0})
 
 
