@@ -1,0 +1,95 @@
+"""The Hopper backend without a GPU: what it refuses and why, how calls are cut, and what its kernels compile to."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+from openkda.hopper import launch, why_not
+from openkda.hopper.config import SHARED_BYTES, STEP, choose, slot_bytes
+from openkda.testing import make_case
+
+
+@pytest.fixture(scope="module")
+def problem():
+    p, _ = make_case("init", T=64, H=4, K=128, dtype=torch.bfloat16).described()
+    return p.replace(device_type="cuda", capability=(9, 0))
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        (dict(capability=(8, 0)), "capability"), (dict(capability=(10, 0)), "capability"),
+        (dict(capability=None, device_type="cpu"), "capability"),
+        (dict(dtype=torch.float32), "float32"), (dict(K=96), "K and V"), (dict(V=256), "K and V"),
+        (dict(return_intermediate_states=True), "chunk-entry"), (dict(T=2**31), "2\\^31"),
+    ],
+)  # fmt: skip
+def test_refusals_name_what_is_missing(problem, change, word):
+    assert why_not(problem) is None
+    with pytest.raises(ValueError, match=word):
+        raise ValueError(why_not(problem.replace(**change)))
+
+
+@pytest.mark.parametrize("change", [dict(HV=8), dict(K=64), dict(V=64), dict(dtype=torch.float16), dict(gate="softplus", lower_bound=None)])
+def test_served(problem, change):
+    assert why_not(problem.replace(**change)) is None
+
+
+@pytest.mark.parametrize("T", [1, 31, 1024, 2048, 8192, 32768, 10**6])
+@pytest.mark.parametrize("H", [1, 4, 12, 16, 40, 64, 96, 200])
+def test_choice_is_pure_and_fits_the_device(problem, T, H):
+    p = problem.replace(T=T, H=H, HV=H)
+    config = choose(p)
+    assert config == choose.__wrapped__(p)
+    assert config.reason
+    for tiles in (config.forward, config.state, config.whole):
+        if tiles is not None:
+            assert tiles.slots > tiles.preps
+            assert tiles.slots * slot_bytes(tiles, p.gate_dtype.itemsize) < SHARED_BYTES
+    if config.steps:
+        assert 1 <= config.tail <= config.steps
+
+
+def test_length_does_not_change_what_is_compiled(problem):
+    tiles = {(c.forward, c.state, c.whole) for c in (choose(problem.replace(T=T, H=16, HV=16)) for T in range(2048, 9000, 517))}
+    assert len(tiles) == 1
+
+
+def test_level_form_serves_unbounded_gates_and_fp16(problem):
+    assert choose(problem).forward.level == "never"
+    assert choose(problem.replace(gate="softplus", lower_bound=None)).forward.level == "guard"
+    assert choose(problem.replace(dtype=torch.float16)).forward.level == "always"
+
+
+@pytest.mark.parametrize(("B", "T", "target"), [(1, 1, 4), (2, 300, 4), (3, 256, 2), (1, 8192, 32), (2, 33, 1)])
+def test_fixed_segments_cover_every_token_once(B, T, target):
+    rows = launch.fixed_rows(B, T, target)
+    covered = sorted((begin, end) for _, begin, end, *_ in rows)
+    assert covered[0][0] == 0 and covered[-1][1] == B * T
+    assert all(a[1] == b[0] for a, b in pairwise(covered))
+    for index, (b, begin, end, first, stop, first_segment, count, _) in enumerate(rows):
+        assert first == b * T and stop == (b + 1) * T and first_segment <= index < first_segment + count
+        assert 0 < end - begin <= target * STEP and (begin - first) % STEP == 0
+
+
+def test_matrix_copies_only_what_the_copy_engine_cannot_read():
+    packed = torch.zeros(2, 8, 6, 64, dtype=torch.bfloat16)
+    inside = packed[:, :, 2:4]
+    assert launch.matrix(inside, 16, 64).tensor is inside
+    assert launch.matrix(inside, 16, 64).stride == 6 * 64
+    across = packed.transpose(1, 2)
+    copied = launch.matrix(across, 16, 64)
+    assert copied.tensor is not across and copied.stride == 8 * 64
+    short = packed[:, :5]
+    assert launch.matrix(short, 16, 64).tensor is not short  # rows of the two batches are not evenly spaced
+
+
+def test_kernels_compile_within_the_device():
+    import offline
+
+    kernels = offline.in_subprocess("sm_90", "offline_hopper:compile_hopper")
+    assert {"forward_kernel", "state_kernel", "combine_kernel"} <= {k.name for k in kernels}
+    for k in kernels:
+        assert k.shared <= offline.SHARED_LIMIT["sm_90"]
+        assert k.spills <= 64, f"{k.name}: {k.spills} bytes"  # a few loop-invariant addresses of the preparation
