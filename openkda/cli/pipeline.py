@@ -104,18 +104,19 @@ def torch_stages(p: Problem) -> list[Stage]:
     given = inputs(p)
     segment = lambda name, width: Item(name, (p.B, step, p.HV, width), dtype)
     prepared = (segment("q", p.K), segment("k", p.K), segment("v", p.V), segment("g", p.K), segment("beta", 1))
-    scores = (segment("Aqk", CHUNK), segment("L", CHUNK))
-    solved = (segment("Linv", CHUNK), segment("decayed q", p.K), segment("decayed k", p.K), segment("kg", p.K))
+    scores = (segment("qg", p.K), segment("decayed k", p.K), segment("kg", p.K), segment("Aqk", CHUNK), segment("L", CHUNK))
+    solved = (segment("w", p.K), segment("u", p.V))
     state = (given["initial_state"],) if p.has_initial_state else ()
     first = tuple(given[name] for name in given if name != "initial_state")
     return [
         Stage("prepare", f"norms, gate, beta in {str(dtype)[6:]}", f"segments of {step} tokens, in turn", first, prepared),
-        Stage("scores", "G, then Aqk and L from blocks of 16", "chunk, head", prepared[:4], scores),
-        Stage("inverse", "Linv by substitution, decayed q and k", "chunk, head", (*prepared, *scores), solved),
+        Stage("scores", f"G within chunks of {CHUNK}, decayed rows, Aqk and L", "chunk, head", (*prepared[:2], *prepared[3:]), scores),
+        Stage("inverse", "Linv by substitution, WY form", "chunk, head", (prepared[2], prepared[4], scores[1], scores[4]), solved),
         Stage(
-            "state pass", "r, S and o, chunk after chunk", "head", (*solved, prepared[2], *state), outputs(p, chunk_count(p, p.chunk_size))
+            "state pass", "r, S and o, chunk after chunk", "head", (scores[0], *scores[2:4], *solved, *state),
+            outputs(p, chunk_count(p, p.chunk_size)),
         ),
-    ]
+    ]  # fmt: skip
 
 
 def portable_stages(p: Problem) -> list[Stage]:
