@@ -57,8 +57,9 @@ def test_tails(T):
     "kw",
     [
         dict(HV=4), dict(neg_eigval=True), dict(qk_l2norm=False), dict(initial_state=False), dict(state_v_first=False),
-        dict(state_dtype=BF16), dict(state_v_first=False, state_dtype=BF16), dict(gate_dtype=FP32), dict(beta_dtype=FP32), dict(raw=False),
-        dict(raw=False, gate_dtype=FP32, beta_dtype=FP16), dict(lower_bound=-1.0), dict(scale=1.0), dict(K=64), dict(V=64), dict(K=64, V=64),
+        dict(state_dtype=BF16), dict(state_v_first=False, state_dtype=BF16), dict(gate_dtype=FP32), dict(beta_dtype=FP32),
+        dict(raw=False), dict(raw=False, gate_dtype=FP32, beta_dtype=FP16), dict(lower_bound=-1.0),
+        dict(scale=1.0), dict(K=64), dict(V=64), dict(K=64, V=64),
     ],
     ids=str,
 )  # fmt: skip
