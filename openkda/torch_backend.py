@@ -25,7 +25,7 @@ from openkda.reference import prepare
 CHUNK = 16
 SAFE_SPAN = 80.5  # 16 tokens at a lower bound of -5, and rounding; exp(-SAFE_SPAN) is a normal fp32 number
 SHIFT = 2.0**57  # taken off exp(-G), which then stays within 2^+-59 and cannot overflow on a large key; exact, given back in the scores
-CPU_SEGMENT_ROWS = 4096  # token-heads prepared at a time on a CPU: intermediates stay in cache, and memory does not grow with T
+CPU_SEGMENT_ROWS = 2048  # token-heads prepared at a time on a CPU: more, and every segment's memory comes as fresh pages from the system
 GPU_SEGMENT_ROWS = 1 << 18  # on a GPU the launches cost more than the memory does
 
 
@@ -113,7 +113,7 @@ def _segment(
     unsafe = _unsafe_chunks(G[..., -1:, :])
     row = G.exp() if unsafe is None else _exp(G)
     last = row[..., -1:, :]  # [NT, heads, 1, K] decay of a whole chunk
-    ki = _inverse_rows(row, G, unsafe) * k  # in this order: the first factor's layout, contiguous
+    ki = _inverse_rows(k, row, G, unsafe)
     kg = ki * (last * SHIFT)
     qk = _stack_rows(q, k, row)  # [NT, heads, 2C, K]: q exp(G), k exp(G)
     scores = _batched(torch.bmm, qk, ki.mT)  # [NT, heads, 2C, C], less SHIFT
@@ -133,13 +133,13 @@ def _segment(
     return o, S.unflatten(0, (B, HV)), [x.unflatten(0, (B, HV)) for x in entries]
 
 
-def _inverse_rows(row: torch.Tensor, G: torch.Tensor, unsafe: torch.Tensor | None) -> torch.Tensor:
-    """exp(-G) / SHIFT, where row = exp(G); rows beyond SAFE_SPAN are held at it, their scores come from elsewhere.
+def _inverse_rows(k: torch.Tensor, row: torch.Tensor, G: torch.Tensor, unsafe: torch.Tensor | None) -> torch.Tensor:
+    """k exp(-G) / SHIFT, contiguous, where row = exp(G); rows beyond SAFE_SPAN are held at it, their scores come from elsewhere.
 
     A quotient costs a fifth of the exponential, but its own gradient passes through exp(-2G), which overflows. Under autograd its value
     is a constant, times exp(0) whose gradients are those of the exponential."""
     inverse = torch.div(torch.tensor(1 / SHIFT, dtype=row.dtype), row if unsafe is None else row.clamp(min=math.exp(-SAFE_SPAN)))
-    return inverse.detach() * (G.detach() - G).exp() if torch.is_grad_enabled() else inverse
+    return inverse.detach() * (G.detach() - G).exp() * k if torch.is_grad_enabled() else inverse.mul_(k)
 
 
 def _chunks(x: torch.Tensor) -> torch.Tensor:
