@@ -212,6 +212,16 @@ def steps_drift(backend, steps, device):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("v_first, state_dtype", [(True, torch.float32), (True, torch.bfloat16), (False, torch.float32)])
+@pytest.mark.parametrize("N, S", [(1, 1), (64, 1), (8, 4)])
+def test_real_sizes(backend, v_first, state_dtype, N, S, device):
+    options = dict(H=16, HV=32, K=128, V=128, dtype=torch.bfloat16, regime="init", gap=64)
+    case = make(N=N, S=S, slots=N + 1, state_dtype=state_dtype, v_first=v_first, device=device, **options)
+    slots = list(range(N, 0, -1))
+    check(case, run(case, backend, slots), slots, {slot: (n, S) for n, slot in enumerate(slots)})
+
+
+@pytest.mark.gpu
 def test_pool_beyond_2_31_elements(backend, device):
     """Slot 10,950 of a bf16 pool of 11,000 x 12 x 128 x 128: its offset does not fit 31 bits."""
     pool = torch.zeros(11000, 12, 128, 128, dtype=torch.bfloat16, device=device)

@@ -180,6 +180,14 @@ def test_refusals(backend, name, value, sentence):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("N, S", [(1, 1), (64, 1), (4, 4)])
+def test_real_sizes(backend, N, S, device):
+    step = Step(N=N, S=S, H=16, HV=16, K=128, V=128, slots=N + 1, dtype=torch.bfloat16, regime="init", device=device)
+    slots = list(range(N, 0, -1))
+    step.check(step.run(backend, slots), slots, {slot: (n, S) for n, slot in enumerate(slots)})
+
+
+@pytest.mark.gpu
 def test_256_sequences_are_bit_equal_over_100_runs(backend, device):
     """An in-place window once raced elsewhere when the grid exceeded a wave."""
     step = Step(N=256, H=4, HV=4, K=128, V=128, slots=257, used=list(range(1, 257)), dtype=torch.bfloat16, device=device)

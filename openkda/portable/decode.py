@@ -16,7 +16,7 @@ Where a sequence's state comes from and goes to:
     slots.index is None   state n of `source` (None: zeros), written to state n of `sink` (None: nowhere) after the last token
     slots.index [N, W]    slot index[n, accepted[n] - 1] of `source` (column 0 without `accepted`), written back to the same slot of
                           `sink` after the last token
-    slots.step [N, W']    instead of that, the state after token t goes to slot step[n, STEP_COLUMN + t] of `sink`
+    PER_TOKEN             instead of that, the state after token t goes to slot index[n, STEP_COLUMN + t] of `sink`
 A slot outside [FIRST_SLOT, slots) is no slot: a sequence that reads from one is skipped (its o is zeros, nothing is written), a state
 that belongs to one is dropped. Sequences that share a slot in one call race: what they leave there and in their o is undefined, and
 nothing else is touched.
@@ -59,20 +59,16 @@ class Slots(NamedTuple):
 
     index: torch.Tensor | None  # [N, W] int32
     accepted: torch.Tensor | None  # [N] int32
-    step: torch.Tensor | None  # [N, W'] int32
-    has_initial: torch.Tensor | None  # [N] bool; False: start from zero whatever the slot holds
     bounds: torch.Tensor | None  # sequence n has the rows bounds[n] .. bounds[n + 1]; without it S rows each
 
 
 class SlotSizes(NamedTuple):
-    """Strides in elements, and counts, that belong to `Slots` and the two state tensors."""
+    """Strides in elements of `Slots.index` and of the two state tensors."""
 
     source: int  # between slots
     sink: int
     index_row: int
     index_column: int
-    step_row: int
-    step_column: int
 
 
 @dataclass(frozen=True)
@@ -193,8 +189,8 @@ def find_slot(slots, sizes, n, num_slots, FIRST_SLOT: tl.constexpr, WIDTH: tl.co
 
 @triton.jit
 def find_step_slot(slots, sizes, n, column, num_slots, FIRST_SLOT: tl.constexpr, WIDTH: tl.constexpr):
-    """(slot that takes sequence n's state of a column of slots.step, whether there is one)."""
-    slot = tl.load(slots.step + n * sizes.step_row + column * sizes.step_column, mask=column < WIDTH, other=-1).to(tl.int64)
+    """(slot in a column of sequence n's row, whether there is one)."""
+    slot = tl.load(slots.index + n * sizes.index_row + column * sizes.index_column, mask=column < WIDTH, other=-1).to(tl.int64)
     ok = (slot >= FIRST_SLOT) & (slot < num_slots)
     return tl.where(ok, slot, 0), ok
 
@@ -211,12 +207,12 @@ def sequence_rows(slots, n, S, R):
     return first, end
 
 
-@triton.jit(do_not_specialize=["S", "R", "num_source", "num_sink"])
+@triton.jit(do_not_specialize=["S", "R", "num_slots"])
 def recurrent_kernel(
-    tokens, strides, gate_params, source, sink, slots, sizes, S, R, num_source, num_sink, scale, lower_bound,
+    tokens, strides, gate_params, source, sink, slots, sizes, S, R, num_slots, scale, lower_bound,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, V_FIRST: tl.constexpr,
     GATE: tl.constexpr, QK_L2NORM: tl.constexpr, BETA_SIGMOID: tl.constexpr, NEG_EIGVAL: tl.constexpr, FIRST_SLOT: tl.constexpr,
-    WIDTH: tl.constexpr, STEP_WIDTH: tl.constexpr, STEP_COLUMN: tl.constexpr, ONE_TOKEN: tl.constexpr,
+    WIDTH: tl.constexpr, PER_TOKEN: tl.constexpr, STEP_COLUMN: tl.constexpr, ONE_TOKEN: tl.constexpr,
 ):  # fmt: skip
     """See the module's head. tokens: Tokens; strides: (row, head) of q, k, v, gate, beta, o; gate_params: (A_log [HV], dt_bias [HV, K]);
     slots: Slots; sizes: SlotSizes. S tokens per sequence unless slots.bounds; R rows in all."""
@@ -228,7 +224,7 @@ def recurrent_kernel(
     i_h = i_hv // (HV // H)
     offs_k = tl.arange(0, BK)
     offs_v = i_v * BV + tl.arange(0, BV)
-    slot, ok = find_slot(slots, sizes, n, num_source, FIRST_SLOT, WIDTH)
+    slot, ok = find_slot(slots, sizes, n, num_slots, FIRST_SLOT, WIDTH)
     first, end = sequence_rows(slots, n, S, R)
     A = 1.0
     bias = 0.0
@@ -248,17 +244,14 @@ def recurrent_kernel(
         offs_s = i_hv * (K * V) + offs_k[:, None] * V + offs_v[None, :]
     state = tl.zeros([BV, BK] if V_FIRST else [BK, BV], dtype=tl.float32)
     if source is not None:
-        wanted = ok
-        if slots.has_initial is not None:
-            wanted = ok & (tl.load(slots.has_initial + n) != 0)
-        state = tl.load(source + slot * sizes.source + offs_s, mask=mask_s & wanted, other=0.0).to(tl.float32)
+        state = tl.load(source + slot * sizes.source + offs_s, mask=mask_s & ok, other=0.0).to(tl.float32)
 
     if ONE_TOKEN:
         state, o = token_step(state, q, k, v, a, beta, qk, V_FIRST)
         p_o = tokens.o + first * strides[10] + i_hv * strides[11] + offs_v
         tl.store(p_o, tl.where(ok, o, 0.0).to(tokens.o.dtype.element_ty), mask=offs_v < V)
-        if slots.step is not None:
-            slot, has_sink = find_step_slot(slots, sizes, n, STEP_COLUMN, num_sink, FIRST_SLOT, STEP_WIDTH)
+        if PER_TOKEN:
+            slot, has_sink = find_step_slot(slots, sizes, n, STEP_COLUMN, num_slots, FIRST_SLOT, WIDTH)
             ok = ok & has_sink
     else:
         for t in tl.range(0, end - first):
@@ -270,11 +263,11 @@ def recurrent_kernel(
             state, o = token_step(state, q, k, v, a, beta, qk, V_FIRST)
             p_o = tokens.o + row * strides[10] + i_hv * strides[11] + offs_v
             tl.store(p_o, tl.where(ok, o, 0.0).to(tokens.o.dtype.element_ty), mask=offs_v < V)
-            if slots.step is not None:
-                step_slot, has_sink = find_step_slot(slots, sizes, n, STEP_COLUMN + t, num_sink, FIRST_SLOT, STEP_WIDTH)
+            if PER_TOKEN:
+                step_slot, has_sink = find_step_slot(slots, sizes, n, STEP_COLUMN + t, num_slots, FIRST_SLOT, WIDTH)
                 p_s = sink + step_slot * sizes.sink + offs_s
                 tl.store(p_s, state.to(sink.dtype.element_ty), mask=mask_s & ok & has_sink)
-    if sink is not None and (ONE_TOKEN or slots.step is None):
+    if sink is not None and (ONE_TOKEN or not PER_TOKEN):
         tl.store(sink + slot * sizes.sink + offs_s, state.to(sink.dtype.element_ty), mask=mask_s & ok)
 
 
@@ -316,30 +309,30 @@ def recurrent(problem: Problem, inputs: Inputs) -> tuple[torch.Tensor, torch.Ten
     cfg = config(K, V, 4, problem.state_v_first, N * HV)
     grid = (triton.cdiv(V, cfg.block_v) * HV * N,)
     recurrent_kernel[grid](
-        tokens, strides, (A_log, dt_bias), initial, final, Slots(None, None, None, None, inputs.cu_seqlens),
-        SlotSizes(HV * K * V, HV * K * V, 0, 0, 0, 0), T, B * T, N, N, problem.scale, problem.lower_bound or 0.0,
+        tokens, strides, (A_log, dt_bias), initial, final, Slots(None, None, inputs.cu_seqlens),
+        SlotSizes(HV * K * V, HV * K * V, 0, 0), T, B * T, N, problem.scale, problem.lower_bound or 0.0,
         H, HV, K, V, triton.next_power_of_2(K), cfg.block_v, problem.state_v_first, problem.gate, problem.qk_l2norm, problem.beta_sigmoid,
-        problem.neg_eigval, 0, 1, 1, 0, T == 1 and not problem.varlen, num_warps=cfg.num_warps,
+        problem.neg_eigval, 0, 1, False, 0, T == 1 and not problem.varlen, num_warps=cfg.num_warps,
     )  # fmt: skip
     return o, final
 
 
 def decode_launch(problem: PoolProblem, device: torch.device) -> Callable[..., None]:
     """The launch behind kda_decode, to be called with (q, k, v, gate, beta, out, A_log, dt_bias, pool, index, accepted, cu_seqlens)."""
-    H, HV, K, V, W = problem.H, problem.HV, problem.K, problem.V, problem.W
+    H, HV, K, V = problem.H, problem.HV, problem.K, problem.V
     cfg = config(K, V, problem.state_dtype.itemsize, problem.state_v_first, problem.N * HV)
-    sizes = SlotSizes(problem.slot_stride, problem.slot_stride, *problem.index_strides, *problem.index_strides)
+    sizes = SlotSizes(problem.slot_stride, problem.slot_stride, *problem.index_strides)
+    strides = problem.token_strides
     constants = (
-        problem.token_strides, problem.S or 0, problem.R, problem.slots, problem.slots, problem.scale, problem.lower_bound or 0.0,
+        problem.S or 0, problem.R, problem.slots, problem.scale, problem.lower_bound or 0.0,
         H, HV, K, V, triton.next_power_of_2(K), cfg.block_v, problem.state_v_first, problem.gate, problem.qk_l2norm,
-        problem.beta_sigmoid, problem.neg_eigval, problem.pad_slot + 1, W, W, problem.step_column, problem.S == 1,
+        problem.beta_sigmoid, problem.neg_eigval, problem.pad_slot + 1, problem.W, problem.per_token, problem.step_column, problem.S == 1,
     )  # fmt: skip
 
     def build(t: Sequence) -> tuple:
         q, k, v, gate, beta, out, A_log, dt_bias, pool, index, accepted, cu_seqlens = t
-        slots = Slots(index, accepted, index if problem.per_token else None, None, cu_seqlens)
-        sink = pool if problem.written else None
-        return Tokens(q, k, v, gate, beta, out), constants[0], (A_log, dt_bias), pool, sink, slots, sizes, *constants[1:]
+        tokens, slots = Tokens(q, k, v, gate, beta, out), Slots(index, accepted, cu_seqlens)
+        return tokens, strides, (A_log, dt_bias), pool, pool if problem.written else None, slots, sizes, *constants
 
     grid = (triton.cdiv(V, cfg.block_v) * HV * problem.N,)
     launch = PreparedLaunch(recurrent_kernel, grid, build, device, num_warps=cfg.num_warps)

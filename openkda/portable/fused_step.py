@@ -81,7 +81,8 @@ def convolve(p_x, row_stride, t, conv, sizes, window, channel, mask, W: tl.const
 @triton.jit
 def keep_window(
     x_ptr, row_stride, conv, sizes, window, channel, mask, slots, slot_sizes, n, num_slots, ok,
-    S: tl.constexpr, W: tl.constexpr, FIRST_SLOT: tl.constexpr, WIDTH: tl.constexpr, STEP_COLUMN: tl.constexpr,
+    S: tl.constexpr, W: tl.constexpr, FIRST_SLOT: tl.constexpr, WIDTH: tl.constexpr, PER_TOKEN: tl.constexpr,
+    STEP_COLUMN: tl.constexpr,
 ):  # fmt: skip
     """Write the window of [B] channels after every token that has a slot, or after the last token to the slot that was read."""
     taps = ()  # the W - 1 old ones, then this call's S
@@ -92,7 +93,7 @@ def keep_window(
         taps = taps + (tl.load(x_ptr + t * row_stride, mask=mask, other=0.0).to(conv.pool.dtype.element_ty),)  # noqa: RUF005
     tl.debug_barrier()  # other threads of this program may still be reading the taps that are now overwritten
     for t in tl.static_range(S):
-        if slots.step is not None:
+        if PER_TOKEN:
             slot, kept = find_step_slot(slots, slot_sizes, n, STEP_COLUMN + t, num_slots, FIRST_SLOT, WIDTH)
             kept = kept & ok
             target = slot * sizes.slot
@@ -152,7 +153,7 @@ def fused_step_kernel(
     tokens, output_gate, norm_weight, strides, gate_params, pool, conv, slots, slot_sizes, conv_sizes, num_slots, steps, scale, lower_bound,
     eps, S: tl.constexpr, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     W: tl.constexpr, BW: tl.constexpr, V_FIRST: tl.constexpr, GATE: tl.constexpr, QK_L2NORM: tl.constexpr, NEG_EIGVAL: tl.constexpr,
-    FIRST_SLOT: tl.constexpr, WIDTH: tl.constexpr, STEP_COLUMN: tl.constexpr, WRITTEN: tl.constexpr,
+    FIRST_SLOT: tl.constexpr, WIDTH: tl.constexpr, PER_TOKEN: tl.constexpr, STEP_COLUMN: tl.constexpr, WRITTEN: tl.constexpr,
 ):  # fmt: skip
     """See the module's head. tokens: Tokens (x instead of q, k, v; o: the result); strides: (row, head) of q, k, v, gate, beta, o and
     output_gate [R, HV, V]; norm_weight [V]; gate_params: (A_log [HV], dt_bias [HV, K]); S = steps tokens per sequence: as a
@@ -207,10 +208,10 @@ def fused_step_kernel(
                 v = convolve(p_v + offs_v, strides[4], t, conv, conv_sizes, window, v_channel + offs_v, offs_v < V, W, BW)
                 state, o_t = token_step(state, q, k, v, a, beta, qk, V_FIRST)
                 o = tl.where(offs_t[:, None] == t, o_t[None, :], o)
-                if slots.step is not None:
+                if PER_TOKEN:
                     target, kept = find_step_slot(slots, slot_sizes, n, STEP_COLUMN + t, num_slots, FIRST_SLOT, WIDTH)
                     store_block(pool + target * slot_sizes.sink, state, i_hv, b, ok & kept, K, V, BK, BV, V_FIRST)
-            if WRITTEN and slots.step is None:
+            if WRITTEN and not PER_TOKEN:
                 store_block(p_slot, state, i_hv, b, ok, K, V, BK, BV, V_FIRST)
             outs = outs + (o,)  # noqa: RUF005
             squares += tl.sum(o * o, axis=1)
@@ -226,16 +227,16 @@ def fused_step_kernel(
             if WRITTEN:
                 keep_window(
                     p_v + offs_v, strides[4], conv, conv_sizes, window, v_channel + offs_v, offs_v < V, slots, slot_sizes, n, num_slots, ok,
-                    S, W, FIRST_SLOT, WIDTH, STEP_COLUMN,
+                    S, W, FIRST_SLOT, WIDTH, PER_TOKEN, STEP_COLUMN,
                 )  # fmt: skip
     if WRITTEN:
         keep_window(
             p_q, strides[0], conv, conv_sizes, window, q_channel, mask_k, slots, slot_sizes, n, num_slots, ok, S, W, FIRST_SLOT, WIDTH,
-            STEP_COLUMN,
+            PER_TOKEN, STEP_COLUMN,
         )  # fmt: skip
         keep_window(
             p_k, strides[2], conv, conv_sizes, window, k_channel, mask_k, slots, slot_sizes, n, num_slots, ok, S, W, FIRST_SLOT, WIDTH,
-            STEP_COLUMN,
+            PER_TOKEN, STEP_COLUMN,
         )  # fmt: skip
 
 
@@ -261,20 +262,20 @@ def config(K: int, V: int, S: int, state_bytes: int, v_first: bool, heads: int) 
 def fused_launch(problem: StepProblem, device: torch.device) -> Callable[..., None]:
     """The launch behind kda_fused_decode, to be called with (q, k, v, gate, beta, out, A_log, dt_bias, pool, index, accepted, output_gate,
     norm_weight, conv_weight, conv_bias, conv_pool)."""
-    H, HV, K, V, W = problem.H, problem.HV, problem.K, problem.V, problem.W
+    H, HV, K, V = problem.H, problem.HV, problem.K, problem.V
     cfg = config(K, V, problem.S, problem.state_dtype.itemsize, problem.state_v_first, problem.N * H)
-    sizes = SlotSizes(problem.slot_stride, problem.slot_stride, *problem.index_strides, *problem.index_strides)
+    sizes = SlotSizes(problem.slot_stride, problem.slot_stride, *problem.index_strides)
     conv_sizes = ConvSizes(*problem.conv_strides, problem.conv_weight_stride)
     strides = problem.token_strides + problem.output_gate_strides
     constants = (
         sizes, conv_sizes, problem.slots, problem.S, problem.scale, problem.lower_bound or 0.0, problem.norm_eps, problem.S, H, HV, K, V,
         triton.next_power_of_2(K), cfg.block_v, problem.taps, triton.next_power_of_2(problem.taps), problem.state_v_first, problem.gate,
-        problem.qk_l2norm, problem.neg_eigval, problem.pad_slot + 1, W, problem.step_column, problem.written,
+        problem.qk_l2norm, problem.neg_eigval, problem.pad_slot + 1, problem.W, problem.per_token, problem.step_column, problem.written,
     )  # fmt: skip
 
     def build(t: Sequence) -> tuple:
         q, k, v, gate, beta, out, A_log, dt_bias, pool, index, accepted, output_gate, norm_weight, weight, bias, conv_pool = t
-        slots = Slots(index, accepted, index if problem.per_token else None, None, None)
+        slots = Slots(index, accepted, None)
         tokens, conv = Tokens(q, k, v, gate, beta, out), Conv(weight, bias, conv_pool)
         return tokens, output_gate, norm_weight, strides, (A_log, dt_bias), pool, conv, slots, *constants
 
