@@ -1,11 +1,13 @@
 """The Hopper backend without a GPU: what it refuses and why, how calls are cut, and what its kernels compile to."""
 
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from openkda.hopper import launch, why_not
+from openkda.hopper.compat import raw_launch
 from openkda.hopper.config import SHARED_BYTES, STEP, choose, slot_bytes
 from openkda.testing import make_case
 
@@ -57,9 +59,34 @@ def test_length_does_not_change_what_is_compiled(problem):
 
 
 def test_level_form_serves_unbounded_gates_and_fp16(problem):
-    assert choose(problem).forward.level == "never"
-    assert choose(problem.replace(gate="softplus", lower_bound=None)).forward.level == "guard"
-    assert choose(problem.replace(dtype=torch.float16)).forward.level == "always"
+    assert not choose(problem).forward.level
+    assert choose(problem.replace(gate="softplus", lower_bound=None)).forward.level
+    assert choose(problem.replace(dtype=torch.float16)).forward.level
+
+
+@pytest.mark.parametrize("descriptors", [0, 1])
+def test_raw_launch_of_kernels_with_and_without_tensor_maps(descriptors):
+    """Triton's launcher is a plain function, or a wrapper around it that builds tensor maps: both end in the plain one."""
+    called = []
+
+    def launcher(*args):
+        called.append(args)
+
+    def wrap(launcher):
+        return lambda *args: launcher(*args)
+
+    meta = [dict(swizzle=3, elem_size=2, elem_type=0, block_size=[16, 64])] * descriptors
+    plain = max if not descriptors else wrap(launcher)  # a builtin has no closure
+    run = SimpleNamespace(launch=plain, launch_cooperative_grid=False, launch_pdl=True)
+    compiled = SimpleNamespace(
+        run=run, function=7, packed_metadata=(4, 1, 0), metadata=SimpleNamespace(tensordesc_meta=meta),
+        src=SimpleNamespace(fn=SimpleNamespace(arg_names=["x", "num_warps"])),
+    )  # fmt: skip
+    raw, maps = raw_launch(compiled)
+    assert len(maps) == descriptors
+    if descriptors:
+        raw(1, 2, 3, 0, (5,))
+        assert called == [(1, 2, 3, 0, 7, False, True, None, None, (4, 1, 0), None, None, None, 5, None)]
 
 
 @pytest.mark.parametrize(("B", "T", "target"), [(1, 1, 4), (2, 300, 4), (3, 256, 2), (1, 8192, 32), (2, 33, 1)])

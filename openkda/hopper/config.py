@@ -29,7 +29,7 @@ class Tiles:
     outputs: bool  # True: the forward; False: state only (segment summaries)
     kg: bool  # True: a separate k * exp(G_C - G) tile for the state; False: the decay follows the product (bounded gates)
     gate: str  # "none", "softplus", "bounded"
-    level: str  # scores: "never" in the level form, by "guard" where a block's decay leaves the product form's range, "always" (levels.py)
+    level: bool  # scores in the level form, for unbounded gates and fp16 (levels.py)
     l2norm: bool
     beta: str  # "given", "sigmoid", "twice" (2 * sigmoid)
     state_v_first: bool
@@ -60,11 +60,11 @@ def base_tiles(problem: Problem, shape: dict, **changes: object) -> Tiles:
     """Tiles of a problem for one block shape; `changes` win."""
     p = problem
     gate = p.gate
-    level = "always" if p.dtype == torch.float16 else "never" if p.bounded else "guard"  # fp16 cannot hold k / exp(G)
+    level = p.dtype == torch.float16 or not p.bounded  # fp16 cannot hold k / exp(G)
     fields = dict(
         K=p.K, V=p.V, outputs=True, gate=gate, l2norm=p.qk_l2norm, state_v_first=p.state_v_first, split="none", pdl=False,
         beta="given" if not p.beta_sigmoid else "twice" if p.neg_eigval else "sigmoid",
-        level=level, kg=level != "never",
+        level=level, kg=level,
     )  # fmt: skip
     tiles = Tiles(**{**fields, **shape, **changes})
     per_slot = slot_bytes(tiles, p.gate_dtype.itemsize)
@@ -84,8 +84,8 @@ def slot_bytes(tiles: Tiles, gate_bytes: int) -> int:
 MULTIPROCESSORS = 132
 SUMMARY_HEADS = 32  # rows of work up to which summaries beat running a sequence unsplit, where tails do not suffice
 SHORT = 32  # steps up to which a sequence is better run unsplit than summarised
-MIN_STEPS = 4  # steps of a segment that pay for its launch
-TAIL = 4  # steps of a tail: 128 tokens
+MIN_STEPS = 2  # steps of a segment that pay for its launch
+TAIL = 4  # most steps of a tail: 128 tokens
 WORKSPACE = 512 * 2**20  # bytes that entry states and summaries may take
 
 
@@ -115,12 +115,12 @@ def choose(problem: Problem, longest: int | None = None) -> Config:
     if parts == 1 or bound > WORKSPACE:
         blocks = "64 rows of V a block" if unsplit is HALF else "one block a head"
         return Config(base_tiles(p, unsplit), reason=f"{rows} heads times sequences, {steps} steps: unsplit, {blocks}")
-    state = base_tiles(p, PAIRS, outputs=False, split="state")
+    state = base_tiles(p, PAIRS, outputs=False, split="state", pdl=True)
     shape = WIDE if rows <= SUMMARY_HEADS else FULL
-    tail = min(TAIL, length)
+    tail = max(1, min(TAIL, length // 4))
     if summaries:
         reason = f"{rows} heads times sequences, {steps} steps: {parts} segments, entry states from tails or summaries"
-        return Config(base_tiles(p, shape, split="segments"), length, tail, state, None, reason)
+        return Config(base_tiles(p, shape, split="segments", pdl=True), length, tail, state, None, reason)
     reason = f"{rows} heads times sequences, {steps} steps: {parts} segments where tails give the entry states, else unsplit"
-    whole = base_tiles(p, unsplit, split="whole")
-    return Config(base_tiles(p, shape, split="segments_all"), length, tail, state, whole, reason)
+    whole = base_tiles(p, unsplit, split="whole", pdl=True)
+    return Config(base_tiles(p, shape, split="segments_all", pdl=True), length, tail, state, whole, reason)

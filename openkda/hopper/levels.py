@@ -1,16 +1,13 @@
 """Scores of 16x16 blocks: kd ki^T in one product, or in the level form.
 
-The product form multiplies exp(G_r) by exp(-G_i), which needs 16 tokens' decay within fp32's range: bounded gates always, unbounded ones
-for rows with G_r >= `product_limit` in every channel; and bf16 tiles. The level form serves any gate and fp16 tiles: for s = 1, 2, 4, 8,
-rows of the odd s-block meet rows of the even s-block before it, both anchored on the even block's last row, so that every factor is at
-most 1. An anchor precedes every row it serves: causality is bit-exact."""
+The product form multiplies exp(G_r) by exp(-G_i), which needs 16 tokens' decay within fp32's range, and bf16 tiles: bounded gates. The
+level form serves any gate and fp16 tiles: for s = 1, 2, 4, 8, rows of the odd s-block meet rows of the even s-block before it, both
+anchored on the even block's last row, so that every factor is at most 1. An anchor precedes every row it serves: causality is bit-exact."""
 
 from __future__ import annotations
 
 from openkda.hopper.compat import fence_async_shared, gl, gluon, warpgroup_mma, warpgroup_mma_wait
 from openkda.hopper.tiles import block_layout, group_layout, scaled_exp2
-
-product_limit = gl.constexpr(-100.0)
 
 
 @gluon.jit
@@ -68,11 +65,3 @@ def level_scores(kd, ki, k_raw, q_raw, G, T: gl.constexpr):
         scores = gl.where(pairs, pair_scores(kd, ki), scores)
     gl.thread_barrier()
     return scores
-
-
-@gluon.jit
-def lowest_by_row(G):
-    """The lowest G over the channels of each row, [4, 16]: each block twice, for its k and its q rows"""
-    low = gl.min(G, axis=2)
-    low = gl.join(low, low).permute((0, 2, 1)).reshape([4, 16])
-    return gl.convert_layout(low, gl.SliceLayout(2, block_layout()))

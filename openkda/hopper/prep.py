@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from openkda.hopper.compat import fence_async_shared, gl, gluon, mbarrier, mma_v2, tma, warpgroup_mma, warpgroup_mma_wait
 from openkda.hopper.decay import decay_constants, log2_decay, neutral_gate
-from openkda.hopper.levels import level_scores, lowest_by_row, pair_scores, product_limit
+from openkda.hopper.levels import level_scores, pair_scores
 from openkda.hopper.tiles import add, block_layout, channel_layout, ex2, group_layout, last, rcp, rsqrt, scaled_exp2, to_f32
 
 
@@ -187,19 +187,11 @@ def product_step(kq, ki, tz, rows, columns, G, G_end, T: gl.constexpr):
 
 @gluon.jit
 def level_step(kq, ki, tz, rows, columns, G, G_end, T: gl.constexpr):
-    """The same for any gate, in the level form. With "guard", rows within the product form's range take that form here too: which form a
-    row takes depends on no later token, so causality stays bit-exact."""
+    """The same for any gate, in the level form (levels.py)"""
     K: gl.constexpr = T.K
     k, q = load_rows(kq, T)
     sc = level_scores(kq, ki, k, q, G, T)
-    if T.level == "guard":
-        ki.reshape([2, 16, K]).store(scaled_exp2(k, -gl.maximum(G, product_limit)))
-        store_decayed(kq, k, q, G, T)
-        fence_async_shared()
-        sc = gl.where(gl.expand_dims(lowest_by_row(G), 2) < product_limit, sc, pair_scores(kq, ki))
-        gl.thread_barrier()  # every warp's scores are done with ki
-    else:
-        store_decayed(kq, k, q, G, T)
+    store_decayed(kq, k, q, G, T)
     ki.reshape([2, 16, K]).store(scaled_exp2(k, gl.expand_dims(G_end, 1) - G))
     fence_async_shared()
     finish_blocks(sc, tz, rows, columns, T)
@@ -228,18 +220,10 @@ def prepare_step(ring, src, work, it, columns, beta, consts, T: gl.constexpr):
     G = gl.associative_scan(log2_decay(raw, consts, T), 1, add)
     G_end = gl.reduce(G, 1, last)  # [2, K]
     ring.decay.index(slot).store(ex2(G_end))
-    if T.level == "never":
-        product_step(kq, ki, tz, rows, columns, G, G_end, T)
-    elif T.level == "always":
+    if T.level:
         level_step(kq, ki, tz, rows, columns, G, G_end, T)
     else:
-        lowest = gl.min(gl.min(G_end, 1), 0)
-        gl.thread_barrier()
-        if lowest < product_limit:
-            level_step(kq, ki, tz, rows, columns, G, G_end, T)
-        else:
-            product_step(kq, ki, tz, rows, columns, G, G_end, T)
-        gl.thread_barrier()  # the compiler's own barrier after the branch covers only one of its arms
+        product_step(kq, ki, tz, rows, columns, G, G_end, T)
 
 
 @gluon.jit
