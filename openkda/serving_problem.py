@@ -7,6 +7,8 @@ a pad, an index at or past the pool's end is treated alike: such a sequence read
     [N, W], W >= 2          read column num_accepted - 1 (column 0 without num_accepted), write the state after token t to column t
     num_accepted outside    1 .. W: the sequence is skipped like a pad
     verify=True             the slot that is read stays as it is: the state after token t goes to column t + 1, with one column nowhere
+
+A ragged sequence may have more tokens than columns; the states past the last column are dropped.
 """
 
 from __future__ import annotations

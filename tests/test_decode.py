@@ -178,6 +178,15 @@ def test_ragged_rows(backend, device):
     check(case, o[:, :6], [4, 3, None, 1], {4: (0, 2), 3: (1, 0), 1: (3, 1)})
 
 
+def test_ragged_speculation(backend, device):
+    """Sequences with different numbers of drafted tokens; a token past the table's last column leaves no state."""
+    case = make(lengths=[3, 1, 4, 0], slots=14, used=list(range(1, 13)), device=device)
+    table = [[1, 2, 3], [4, 5, 6], [7, 8, 9], [10, 11, 12]]
+    o = run(case, backend, table, num_accepted=[2, 1, 3, 0], cu_seqlens=[0, 3, 4, 8, 8])
+    writes = {table[n][t]: (n, t + 1) for n, count in ((0, 3), (1, 1), (2, 3)) for t in range(count)}
+    check(case, o, [2, 4, 9, None], writes)
+
+
 def test_cu_seqlens_past_the_rows_is_clamped(backend, device):
     case = make(lengths=[2, 2], device=device)
     o = run(case, backend, [1, 2], cu_seqlens=[0, 2, 900])
