@@ -39,7 +39,9 @@ def test_half_precision(device, regime, dtype):
     check(make_case(regime, T=70, H=2, K=32, V=32, dtype=dtype, bounded=regime != "extreme", device=device))
 
 
-@pytest.mark.parametrize(("dtype", "gate_dtype", "beta_dtype"), [(BF16, FP32, BF16), (BF16, FP16, FP32), (FP16, BF16, FP32), (FP32, BF16, FP16)])
+@pytest.mark.parametrize(
+    ("dtype", "gate_dtype", "beta_dtype"), [(BF16, FP32, BF16), (BF16, FP16, FP32), (FP16, BF16, FP32), (FP32, BF16, FP16)]
+)
 def test_mixed_dtypes(device, dtype, gate_dtype, beta_dtype):
     check(make_case("random", T=37, H=1, K=16, dtype=dtype, gate_dtype=gate_dtype, beta_dtype=beta_dtype, device=device))
 
@@ -179,7 +181,7 @@ def test_chunk_entry_states(device, lengths, v_first, chunk_size):
     options = dict(H=1, K=16, V=24, state_v_first=v_first, chunk_size=chunk_size, return_intermediate_states=True, device=device)
     case = make_case("init", **({"B": 2, "T": 70} if lengths is None else {"lengths": lengths}), **options)
     problem, inputs = case.described()
-    o, final, h = forward(problem, inputs)
+    h = forward(problem, inputs)[2]
     per_sequence = [(n, length) for n, length in enumerate(lengths or (70, 70))]
     entries = h.flatten(0, 1)
     assert entries.shape[0] == sum(-(-length // chunk_size) for _, length in per_sequence)
@@ -286,7 +288,10 @@ def test_lengths_never_compile():
     try:
         for T in range(100, 300, 10):
             cut = {name: getattr(inputs, name)[:, :T] for name in ("q", "k", "v", "g", "beta")}
-            forward(problem.replace(T=T), Inputs(**cut, A_log=inputs.A_log, dt_bias=inputs.dt_bias, initial_state=inputs.initial_state, cu_seqlens=None))
+            forward(
+                problem.replace(T=T),
+                Inputs(**cut, A_log=inputs.A_log, dt_bias=inputs.dt_bias, initial_state=inputs.initial_state, cu_seqlens=None),
+            )
     finally:
         JITFunction._do_compile = do_compile
     assert not compiled

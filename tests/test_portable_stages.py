@@ -92,8 +92,11 @@ def test_slow_decay_keeps_its_digits(device, bounded):
 
 
 @pytest.mark.parametrize("chunk", [32, 64])
-@pytest.mark.parametrize(("form", "bounded", "regime"), [("matrix", True, "random"), ("matrix", True, "extreme"), ("any", True, "random"),
-                                                         ("any", False, "extreme"), ("any", False, "mixed"), ("any", True, "zero")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("form", "bounded", "regime"),
+    [("matrix", True, "random"), ("matrix", True, "extreme"), ("any", True, "random"), ("any", False, "extreme"), ("any", False, "mixed"),
+     ("any", True, "zero")],
+)  # fmt: skip
 def test_scores_and_inverse(device, form, bounded, regime, chunk):
     problem, inputs, config, plan = setup(chunk, regime, bounded=bounded, H=1, HV=2, K=24, lengths=(41, 1, 16), device=device)
     G = gate_cumsum(problem, config, plan, inputs.g, inputs.A_log, inputs.dt_bias)
@@ -136,7 +139,7 @@ def test_inverse_of_near_equal_keys(device, strength, chunk):
     k = torch.randn(heads, 1, 48, generator=gen) + 0.05 * torch.randn(heads, chunk, 48, generator=gen)
     k = torch.nn.functional.normalize(k, dim=-1)
     L = (strength * (k @ k.mT)).tril(-1)
-    problem, inputs, config, plan = setup(chunk, T=chunk, H=heads, device=device)
+    _, _, config, plan = setup(chunk, T=chunk, H=heads, device=device)
     Linv = solve(config, plan, L.transpose(0, 1)[None].contiguous().to(device))[0].transpose(0, 1)
     exact_matrix = torch.eye(chunk, dtype=torch.float64) + L.double()
     condition = torch.linalg.cond(exact_matrix).max().item()
@@ -170,7 +173,11 @@ def test_wy_and_the_fused_preparation(device, l2norm):
 def recurrence_over_chunks(plan, w, kg, u, G, S0):
     """h by plan entry, r and the final states, in fp64: w, kg, G [R, HV, K], u [R, HV, V], S0 [N, HV, K, V]."""
     w, kg, u, G = (x.flatten(0, 1).double() for x in (w, kg, u, G))
-    h, r, final = torch.zeros(plan.num_chunks, *S0.shape[1:], dtype=torch.float64, device=S0.device), torch.zeros_like(u), S0.clone().double()
+    h, r, final = (
+        torch.zeros(plan.num_chunks, *S0.shape[1:], dtype=torch.float64, device=S0.device),
+        torch.zeros_like(u),
+        S0.clone().double(),
+    )
     for c, (n, first, end, _) in enumerate(plan.chunks.tolist()):
         if end > first:
             rows = slice(first, end)

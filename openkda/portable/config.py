@@ -62,17 +62,18 @@ def configure(problem: Problem) -> Config:
     wide = problem.dtype == torch.float32
     nvidia = problem.capability is not None
     chunk = 32
+    form = "matrix" if problem.bounded and problem.dtype != torch.float16 else "any"
     K, V = pad(problem.K), pad(problem.V)
     scan_block_v = scan_block(problem, K, V, wide)
     return Config(
         chunk=chunk,
-        form="matrix" if problem.bounded and problem.dtype != torch.float16 else "any",
+        form=form,
         precision="tf32x3" if nvidia else "ieee",
         gate_block_k=min(K, 128),
         gate_warps=2 if K >= 128 else 1,
         block_k=16,
-        intra_warps=1 if nvidia and not wide else 4,  # one warp waits for nobody: 415 us against 500 (2 warps, 32 channels) and 675 (4 warps)
-        intra_stages=2 if nvidia and not wide else 1,
+        intra_warps=intra_warps(problem, form, wide),
+        intra_stages=2 if nvidia and not wide and form == "matrix" else 1,  # matrix: 299 us against 415; any: 513 against 437
         wy_block=min(32 if wide else 128, max(K, V)),
         wy_warps=4 if wide or max(K, V) < 128 else 8,  # 368 us; 450 with 4 warps on 64 columns
         scan_block_v=scan_block_v,
@@ -85,10 +86,18 @@ def configure(problem: Problem) -> Config:
     )
 
 
+def intra_warps(problem: Problem, form: str, wide: bool) -> int:
+    """Warps of the score kernel. One waits for nobody: without prefetch 415 us against 500 (2 warps) and 675 (4)."""
+    if wide or problem.capability is None:
+        return 4
+    return 2 if form == "any" and problem.capability < (9, 0) else 1  # one would spill there
+
+
 def scan_block(problem: Problem, K: int, V: int, wide: bool) -> int:
     """Value columns per scan program: as many as registers allow (304 us with 64, 500 with 128), fewer where the grid would leave
     multiprocessors idle (H = 16: 227 us with 16, 269 with 32)."""
-    block = min(V, max(16, (2048 if wide else 8192) // K))
+    large = problem.capability is not None and problem.capability[0] in (9, 10)
+    block = min(V, max(16, (2048 if wide else 8192 if large else 4096) // K))
     while block > 16 and 2 * problem.N * problem.HV * (V // block) <= multiprocessors(problem.capability):
         block //= 2
     return block

@@ -56,7 +56,7 @@ def substitute_blocks(L_ptr, row, length, C: tl.constexpr):
     x = ()
     for r in tl.static_range(16):
         unit = tl.where(c == base + r, 1.0, 0.0)
-        x = x + (substitute_row(unit, L_ptr, (base + r) * row + base, base + r < length, r, x, C),)
+        x = x + (substitute_row(unit, L_ptr, (base + r) * row + base, base + r < length, r, x, C),)  # noqa: RUF005  Triton knows no *x
     tl.debug_barrier()  # every warp has read L
     for r in tl.static_range(16):
         tl.store(L_ptr + (base + r) * row + c, x[r], mask=base + r < length)

@@ -82,7 +82,7 @@ def scan_kernel(
             block = tl.load(pointers, mask=tile_mask(kk < K, vv, V, BV), other=0.0).to(tl.float32)
         if M_ptr is not None:
             block = tl.where(summary & (kk[:, None] == vm[None, :]), 1.0, 0.0)
-        S = S + (block,)
+        S = S + (block,)  # noqa: RUF005  Triton knows no *S
 
     for c in tl.range(0, count, num_stages=STAGES):
         at = (first + c * C) * HV + h
@@ -92,7 +92,7 @@ def scan_kernel(
             u = tl.load(u_ptr + at * V + rows[:, None] * (HV * V) + vu[None, :], mask=live[:, None] & (vu < V)[None, :], other=0.0)
         else:
             u = load_tile(u_ptr + at * V, rows, HV * V, vv, live, V, BV)
-        if h_ptr is not None:
+        if h_ptr is not None:  # noqa: SIM102  known at compile time; the next is not
             if c % EVERY == 0:
                 store_state(h_ptr, S, chunk + c // EVERY, HV, h, vv, K, V, KP, KB, BV, False)
         read = tl.zeros([C, BV], tl.float32)
@@ -118,7 +118,8 @@ def scan_kernel(
             kk = j * KB + tl.arange(0, KB)
             kg = load_tile(kg_ptr + at * K, rows, HV * K, kk, live, K, KB)
             decay = tl.exp2(load_vector(G_ptr + at * K + last * (HV * K), kk, K, KB))
-            written = written + (tl.dot(tl.trans(kg), rb, acc=S[j] * decay[:, None], input_precision=P),)
+            block = tl.dot(tl.trans(kg), rb, acc=S[j] * decay[:, None], input_precision=P)
+            written = written + (block,)  # noqa: RUF005
         S = written
 
     if S_final_ptr is not None:
@@ -144,8 +145,9 @@ def launch_scan(
     if N == 0:
         return
     scan_kernel[(blocks, problem.HV, N)](
-        w, kg, u, G, qg, Aqk, o, S0, h, r, S_final, M, sequences, entries, HV=problem.HV, K=K, V=V, C=C, KP=pad(K), KB=config.scan_block_k, BV=BV, V_FIRST=v_first, EVERY=every,
-        P=config.scan_precision, STAGES=config.scan_stages, num_warps=config.scan_warps,
+        w, kg, u, G, qg, Aqk, o, S0, h, r, S_final, M, sequences, entries, HV=problem.HV, K=K, V=V, C=C, KP=pad(K),
+        KB=config.scan_block_k, BV=BV, V_FIRST=v_first, EVERY=every, P=config.scan_precision, STAGES=config.scan_stages,
+        num_warps=config.scan_warps,
     )  # fmt: skip
 
 
@@ -175,7 +177,7 @@ def scan_output(
 ) -> torch.Tensor | None:  # fmt: skip
     """state_scan and output in one pass: writes o [B, T, HV, V] ; returns S_final, None unless problem.output_final_state.
 
-    h [NC, HV, K, V], where given, takes the entry states of the chunks of the plan `entries`, whose chunk size is a multiple of `plan`'s."""
+    h [NC, HV, K, V], where given, takes the entry states of the chunks of the plan `entries` (chunk size: a multiple of `plan`'s)."""
     S_final = torch.empty(problem.state_shape, dtype=problem.state_dtype, device=w.device) if problem.output_final_state else None
     launch_scan(
         problem, config, plan.sequences, plan.chunk_size, w, kg, u, G, qg=qg, Aqk=Aqk, o=o, S0=contiguous(initial_state), h=h,
