@@ -269,9 +269,7 @@ def test_fused_recurrent_kda_with_states_in_place(backend, raw, device):
     t, p = case.tokens, case.params
     g, beta, gate = t["gate"], t["beta"], dict(p)
     if not raw:
-        _, _, _, g, beta = prepare(
-            *(t[n] for n in TOKENS), **p, gate="bounded", qk_l2norm=False, beta_sigmoid=True, neg_eigval=False
-        )
+        _, _, _, g, beta = prepare(*(t[n] for n in TOKENS), **p, gate="bounded", qk_l2norm=False, beta_sigmoid=True, neg_eigval=False)
         gate = {}
     cu = torch.tensor([0, 2, 3, 6], device=device)
     slots = torch.tensor([4, 2, 7], dtype=torch.int32, device=device)

@@ -96,8 +96,6 @@ def test_beta_and_norm():
 def test_prepare_repeats_heads_in_blocks():
     """Value head h reads q/k head h // (HV / H)."""
     tensors, _ = arguments("random", T=3, H=2, HV=6, K=4)
-    q = prepare(
-        *tensors, A_log=None, dt_bias=None, gate="none", lower_bound=None, qk_l2norm=False, beta_sigmoid=False, neg_eigval=False
-    )[0]
+    q = prepare(*tensors, A_log=None, dt_bias=None, gate="none", lower_bound=None, qk_l2norm=False, beta_sigmoid=False, neg_eigval=False)[0]
     for head in range(6):
         assert torch.equal(q[:, :, head], tensors[0][:, :, head // 3])
