@@ -33,9 +33,8 @@ def raw_launch(compiled: object) -> tuple[object, list[tuple]]:
     descriptor is passed as its tensor map, sizes and strides; maps holds what `tensor_map` needs for each descriptor."""
     launcher = compiled.run
     launch = launcher.launch
-    if (
-        getattr(launch, "__closure__", None) is not None
-    ):  # the wrapper that builds tensor maps; the compiled launcher is what it closes over
+    # A wrapper that builds tensor maps closes over the compiled launcher.
+    if getattr(launch, "__closure__", None) is not None:
         launch = launch.__closure__[launch.__code__.co_freevars.index("launcher")].cell_contents
     function, metadata = compiled.function, compiled.packed_metadata
     fixed = (launcher.launch_cooperative_grid, launcher.launch_pdl, None, None, metadata, None, None, None)
