@@ -1,8 +1,10 @@
 """kda_prefill and its meeting with kda_decode, the custom operators, refusals."""
 
+import importlib
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -223,6 +225,16 @@ def test_prefill_refuses_in_one_sentence(changes, sentence):
         kda_prefill(**args)
     assert sentence in str(error.value) and "\n" not in str(error.value)
     assert_untouched(case, set())
+
+
+def test_example_engine_agrees_with_one_prefill(monkeypatch, capsys):
+    """examples/serve.py checks itself: pieces, a prefix-cache hit, verified drafts against one prefill of every text."""
+    monkeypatch.syspath_prepend(Path(__file__).parent.parent / "examples")
+    serve = importlib.import_module("serve")
+    sizes = {"requests": 3, "tokens": 5, "prompt": 70, "piece": 64, "layers": 1, "heads": 1, "head-dim": 16}
+    serve.main([f"--{name}={value}" for name, value in sizes.items()])
+    printed = capsys.readouterr().out
+    assert "tokens/s" in printed and "prefix cache: 2 hits" in printed and "largest logit gap" in printed
 
 
 def op_arguments(name, case):
