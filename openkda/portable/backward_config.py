@@ -46,7 +46,7 @@ def configure_backward(problem: Problem) -> BackwardConfig:
         scores_warps=4,
         block_k=min(K, 16 if wide else 64),
         input_block_v=min(V, 32 if wide else 64),
-        input_warps=8,
+        input_warps=8 if wide else 4,
     )
 
 

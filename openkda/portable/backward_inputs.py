@@ -5,18 +5,20 @@ With x the pair's factor, split about an anchor exactly as in intra.py (form "an
     dq = scale rq 2^G (do S^T) + sum x dZ k                   S: the chunk's entry state h, dS': gradient of its exit state dh
     dk = -rk 2^G (dD S^T) + sum x dA k                        as the row that reads
        + rk 2^(G_C - G) (r dS'^T) + sum x (dZ q + dA k)       as the row that is written
-    dG = q dq + k dk_read - k dk_written
-    dg_t = 2^G_C rowsum(S dS') + sum_j (k dk_written)_j [state part] + sum_{j >= t} dG_j
+    dG = q dq + k dk_read - k dk_written [pairs only]
+    dg_t = 2^G_C rowsum(S dS') + sum_{j < t} (k dk_written)_j [state part] + sum_{j >= t} dG_j
 
-Every pair adds to dG at its row and subtracts at its column; inside the suffix sum both must cancel to fp32 rounding, so dG multiplies by
-the very tiles that entered the products, rounded as they were. dG, its sums and the gate's chain stay in fp32.
+The state part of dk_written stays out of dG: as a sum over earlier rows it never cancels, while inside the suffix sum the chunk's last
+key, which has not decayed, would leave fp32 noise far above the true dg of a gate that forgets everything. Every pair adds to dG at its
+row and subtracts at its column; inside the suffix sum both must cancel to fp32 rounding, so dG multiplies by the very tiles that entered
+the products, rounded as they were. dG, its sums and the gate's chain stay in fp32.
 
 |dg_t| <= e^g_t |S| |dS|, but the sums leave fp32 noise, which g multiplies in dA_log: dg = 0 where g < CUT.
 
 All tiles stand transposed, channels by tokens: a decayed q or k is then the left operand, which goes from the registers it was computed
 in to the matrix unit, and the right operand is a tile of score_gradients as it lies in memory.
 
-Grid (block of BK channels, chunk, head); V is walked in blocks of BV. fp32 accumulators: dq, dk, dG and three products, [BK, C] each.
+Grid (block of BK channels, chunk, head); V is walked in blocks of BV. fp32 accumulators: dq, dk, dG, dg and three products, [BK, C] each.
 """
 
 from __future__ import annotations
@@ -67,8 +69,8 @@ def level_gradients(
     odd = (rows // S % 2 == 1)[None, :]
     x = tl.exp2(tl.where(odd, G - Ga, Ga - G))
     element = tiles_ptr.dtype.element_ty
-    qx = (q * x).to(element)
-    kx = (k * x).to(element)
+    qx = (q.to(tl.float32) * x).to(element)
+    kx = (k.to(tl.float32) * x).to(element)
     by_q = tl.dot(kx, tl.load(tiles_ptr + at), input_precision=P)  # Zu: odd rows
     dq += x * by_q
     dG += qx.to(tl.float32) * by_q
@@ -91,9 +93,9 @@ def matrix_gradients(
     x = tl.exp2(G - Ga + SHIFT)
     y = tl.exp2(Ga - G - SHIFT)
     element = tiles_ptr.dtype.element_ty
-    qx = (q * x).to(element)
-    kx = (k * x).to(element)
-    ky = (k * y).to(element)
+    qx = (q.to(tl.float32) * x).to(element)
+    kx = (k.to(tl.float32) * x).to(element)
+    ky = (k.to(tl.float32) * y).to(element)
     by_q = tl.dot(ky, tl.load(tiles_ptr + at), input_precision=P)  # Zu
     dq += x * by_q
     dG += qx.to(tl.float32) * by_q
@@ -212,8 +214,8 @@ def input_gradients_kernel(
     live = rows < length
     at = first * HV + h
     hq = h // (HV // H)
-    q = load_channels(q_ptr + first * q_row + hq * q_head, rows, q_row, cols, live, K, BK).to(tl.float32)
-    k = load_channels(k_ptr + first * k_row + hq * k_head, rows, k_row, cols, live, K, BK).to(tl.float32)
+    q = load_channels(q_ptr + first * q_row + hq * q_head, rows, q_row, cols, live, K, BK)
+    k = load_channels(k_ptr + first * k_row + hq * k_head, rows, k_row, cols, live, K, BK)
     G_ptr += at * K
     G = load_channels(G_ptr, rows, HV * K, cols, live, K, BK)
     last = load_vector(G_ptr + (length - 1) * (HV * K), cols, K, BK)
@@ -225,28 +227,33 @@ def input_gradients_kernel(
         rows, live, cols, HV, K, V, C, BK, BV, P,
     )  # fmt: skip
     G = beside(G, by_q, length)
-    q = beside(q, by_q, length)
-    k = beside(k, by_q, length)
+    q = beside(q, by_q.to(q.dtype), length)
+    k = beside(k, by_q.to(k.dtype), length)
+    kf = k.to(tl.float32)
     x = tl.exp2(G)
     dq = rq[None, :] * x * by_q
     read = -rk[None, :] * x * by_k
     written = rk[None, :] * tl.exp2(tl.where(live[None, :], last[:, None] - G, 0.0)) * to_k
-    rho = tl.exp2(last) * rho + tl.sum(k * written, 1)
+    before = tl.where(rows[:, None] < rows[None, :], 1.0, 0.0)  # [C, C]: sums over earlier rows, none of which cancels
+    dg = tl.exp2(last)[:, None] * rho[:, None] + tl.dot(kf * written, before, input_precision=P)
     dk = read + written
-    dG = q * dq + k * (read - written)
+    dG = q.to(tl.float32) * dq + kf * read
     groups_ptr += entry * (GROUPS * C * C)
     dq, dk, dG = pair_gradients(dq, dk, dG, q, k, G, groups_ptr, G_ptr, HV * K, rows, live, length, cols, K, C, BK, FORM, P)
-    if L2NORM and K <= BK:  # all channels are here, and q.dq, k.dk of the very same numbers cancel best (one channel: all but 1e-6)
-        rq = tl.load(factors_ptr, mask=live, other=0.0)
-        dq -= (rq * rq * tl.sum(q * dq, 0))[None, :] * q
-        dk -= (rk * rk * tl.sum(k * dk, 0))[None, :] * k
-    elif L2NORM:
-        dq -= tl.load(factors_ptr + 2, mask=live, other=0.0)[None, :] * q
-        dk -= tl.load(factors_ptr + 3, mask=live, other=0.0)[None, :] * k
+    if L2NORM:
+        q = q.to(tl.float32)
+        k = k.to(tl.float32)
+        if K <= BK:  # all channels are here, and q.dq, k.dk of the very same numbers cancel best (one channel: all but 1e-6)
+            rq = tl.load(factors_ptr, mask=live, other=0.0)
+            dq -= (rq * rq * tl.sum(q * dq, 0))[None, :] * q
+            dk -= (rk * rk * tl.sum(k * dk, 0))[None, :] * k
+        else:
+            dq -= tl.load(factors_ptr + 2, mask=live, other=0.0)[None, :] * q
+            dk -= tl.load(factors_ptr + 3, mask=live, other=0.0)[None, :] * k
     store_channels(dq_ptr + at * K, dq, rows, HV * K, cols, live, K, BK)
     store_channels(dk_ptr + at * K, dk, rows, HV * K, cols, live, K, BK)
 
-    dg = rho[:, None] + tl.cumsum(dG, axis=1, reverse=True)
+    dg += tl.cumsum(dG, axis=1, reverse=True)
     x = load_channels(g_ptr + first * g_row + h * g_head, rows, g_row, cols, live, K, BK).to(tl.float32)
     dx, dA_log = gate_gradient(tl.where(live[None, :], dg, 0.0), x, A_log_ptr, dt_bias_ptr, lower_bound, h, cols, K, BK, GATE)
     store_channels(dg_ptr + at * K, dx, rows, HV * K, cols, live, K, BK)
