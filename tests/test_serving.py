@@ -231,7 +231,7 @@ def test_example_engine_agrees_with_one_prefill(monkeypatch, capsys):
     """examples/serve.py checks itself: pieces, a prefix-cache hit, verified drafts against one prefill of every text."""
     monkeypatch.syspath_prepend(Path(__file__).parent.parent / "examples")
     serve = importlib.import_module("serve")
-    sizes = {"requests": 3, "tokens": 5, "prompt": 70, "piece": 64, "layers": 1, "heads": 1, "head-dim": 16}
+    sizes = {"requests": 3, "tokens": 5, "prompt": 80, "piece": 64, "layers": 1, "heads": 1, "head-dim": 16}
     serve.main([f"--{name}={value}" for name, value in sizes.items()])
     printed = capsys.readouterr().out
     assert "tokens/s" in printed and "prefix cache: 2 hits" in printed and "largest logit gap" in printed
