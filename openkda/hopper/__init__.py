@@ -37,5 +37,8 @@ def forward(problem: Problem, inputs: Inputs) -> tuple[torch.Tensor, torch.Tenso
     """o [B, T, HV, V], final_state (Problem.state_shape, None unless asked for), and None for the chunk-entry states"""
     from openkda.hopper.launch import forward as launch
 
-    o, final = launch(problem, inputs, choose(problem, max(inputs.lengths, default=0) if inputs.lengths is not None else None))
-    return o, final, None
+    config = choose(problem, max(inputs.lengths, default=0) if inputs.lengths is not None else None)
+    if torch.cuda.current_device() == inputs.q.device.index:
+        return *launch(problem, inputs, config), None
+    with torch.cuda.device(inputs.q.device):
+        return *launch(problem, inputs, config), None
