@@ -206,19 +206,29 @@ def hopper_stages(p: Problem) -> list[Stage]:
     tokens = STEP * config.steps
     NS = p.N + p.T // tokens if p.varlen else p.B * -(-p.T // tokens)
     over = f"{NS} segments x {p.HV} heads"
-    warm = Item("warm", (p.HV, NS), torch.int32)
+    known = Item("known", (p.HV, NS), torch.int32)
     entry = Item("entry", (NS, p.HV, p.V, p.K), torch.float32)
-    steps = [Stage("decide", "how far back a segment may start from 0", over, gate, (warm,))]
-    if config.summary is not None:
+    read = (given["k"], given["v"], *gate, given["beta"], *state)
+    steps = [
+        Stage(
+            "tails",
+            f"entry states of segments from the {STEP * config.tail} tokens before them, and whether these suffice",
+            over,
+            read,
+            (entry, known),
+        )
+    ]
+    if config.whole is None:
         summary = Item("summary", (NS, p.HV, 2, p.V, p.K), torch.float32)
-        read = (given["k"], given["v"], *gate, given["beta"], *state, warm)
         combine = f"{p.N} sequences x {p.HV} heads x {p.V // 16}"
         steps += [
-            Stage("summary", "(M, b) of segments whose successor needs its entry", over, read, (summary,)),
-            Stage("combine", "entry states, segment after segment", combine, (summary, warm), (entry,)),
+            Stage("summary", "(M, b) of segments whose successor's entry is not known", over, (*read, known), (summary,)),
+            Stage("combine", "entry states, segment after segment", combine, (summary, known), (entry,)),
         ]
-    read = (*given.values(), warm, *((entry,) if config.summary is not None else ()))
-    return [*steps, Stage("forward", HOPPER_WORK, f"{over} x {blocks}", read, outputs(p, 0))]
+    else:
+        unsplit = f"{p.N} sequences x {p.HV} heads x {p.V // config.whole.R}"
+        steps += [Stage("whole", f"{HOPPER_WORK}, of heads whose tails do not suffice", unsplit, (*given.values(), known), outputs(p, 0))]
+    return [*steps, Stage("forward", HOPPER_WORK, f"{over} x {blocks}", (*given.values(), known, entry), outputs(p, 0))]
 
 
 def mapping(p: Problem, backend: str) -> Mapping:
@@ -238,7 +248,7 @@ def mapping(p: Problem, backend: str) -> Mapping:
     from openkda.hopper.config import STEP, choose
 
     config = choose(p)
-    form = "levels" if config.forward.level == "always" else "product"
+    form = "levels" if config.forward.level else "product"
     prepared = f"prepared in shared memory by {config.forward.preps} partitions of 4 warps"
     scan = f"one block per row, {config.forward.scan_warps} warps"
     return Mapping(STEP, scores, form, config.forward.R, prepared, scan, config.steps)
