@@ -48,6 +48,17 @@ def test_every_way_of_cutting(how, regime, kw):
     check(c, split_config(c.described()[0], how))
 
 
+@pytest.mark.parametrize(
+    "slow", [(..., 5), (slice(None), slice(100, 180)), (slice(None), slice(None), 1)], ids=["channel", "stretch", "head"]
+)
+@pytest.mark.parametrize("how", ["summaries", "whole"])
+def test_what_must_not_be_dropped(how, slow):
+    """Gates at their bound but for one channel, one stretch of tokens, or one head, that remember everything."""
+    c = case("extreme", T=400)
+    c.args["g"][slow] = -40.0  # under a bias of 20
+    check(c, split_config(c.described()[0], how))
+
+
 @pytest.mark.parametrize("T", [1, 2, 15, 16, 17, 31, 32, 33, 63, 65])
 def test_tails(T):
     check(case("random", T=T, B=2))

@@ -9,6 +9,7 @@ import torch
 from openkda.hopper import launch, why_not
 from openkda.hopper.compat import raw_launch
 from openkda.hopper.config import SHARED_BYTES, STEP, choose, slot_bytes
+from openkda.hopper.scan import DROP_BITS
 from openkda.testing import make_case
 
 
@@ -87,6 +88,34 @@ def test_raw_launch_of_kernels_with_and_without_tensor_maps(descriptors):
     if descriptors:
         raw(1, 2, 3, 0, (5,))
         assert called == [(1, 2, 3, 0, 7, False, True, None, None, (4, 1, 0), None, None, None, 5, None)]
+
+
+def token_maps(decay, k, beta):
+    """(I - beta k k^T) Diag(decay) of each token, fp64 [T, K, K]: what maps a state over the token, besides what it adds"""
+    return (torch.eye(k.shape[1], dtype=torch.float64) - beta[:, None, None] * k[:, :, None] * k[:, None]) * decay[:, None]
+
+
+@pytest.mark.parametrize(("slow", "dropped"), [("none", True), ("channel", False), ("stretch", False), ("keys", True)])
+def test_tail_bound(slow, dropped):
+    """What a tail drops is what its M says: at most K max|M| of the state before it; and M shows every way of remembering."""
+    T, K = 96, 64
+    gen = torch.Generator().manual_seed(0)
+    rand = lambda *shape: torch.rand(*shape, generator=gen, dtype=torch.float64)
+    decay = torch.exp(-5 * rand(T, K))
+    k = torch.nn.functional.normalize(rand(T, K) - (0.5 if slow != "keys" else 0.0), dim=-1)  # keys: nearly equal, all positive
+    beta = rand(T) * (2 if slow == "keys" else 1)
+    if slow == "channel":
+        decay[:, 7], k[:, 7] = 1.0, 0.0
+    if slow == "stretch":
+        decay[:] = 1.0 - 1e-4
+    M = torch.linalg.multi_dot(tuple(token_maps(decay, k, beta).flip(0)))  # exit state = M entry state + b, states [K, V]
+    small = M.abs().max() <= 2.0**-DROP_BITS.value
+    assert small == dropped
+    E = rand(K, 5) * 1e3
+    lost = (M @ E).norm(dim=0)
+    assert (lost <= K * M.abs().max() * E.norm(dim=0)).all()
+    if dropped:
+        assert (lost <= 2.0**-25 * E.norm(dim=0)).all()  # half an ulp of fp32, of a state as large as what was dropped
 
 
 @pytest.mark.parametrize(("B", "T", "target"), [(1, 1, 4), (2, 300, 4), (3, 256, 2), (1, 8192, 32), (2, 33, 1)])

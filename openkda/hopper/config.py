@@ -93,6 +93,8 @@ def segments_per_sequence(rows: int, steps: int) -> int:
     """Into how many segments sequences of `steps` steps are cut, `rows` of them times heads being in flight."""
     if rows <= SUMMARY_HEADS:
         return max(1, min(MULTIPROCESSORS // rows, steps // MIN_STEPS))
+    if rows >= MULTIPROCESSORS:
+        return 1
     waves = lambda parts: -(-rows * parts // MULTIPROCESSORS) / parts + 0.03 * parts
     return min((parts for parts in (1, 2, 3, 4) if parts == 1 or steps >= 16 * parts), key=waves)
 
