@@ -13,9 +13,8 @@ PROBLEMS = {
     "bounded": dict(dtype=BF16),
     "any gate, ragged, grouped": dict(dtype=BF16, bounded=False, lengths=(70, 3), H=1, HV=2, state_v_first=True),
     "wide heads": dict(dtype=BF16, K=256, V=256),
-    "gate computed outside": dict(dtype=BF16, K=64, V=128, raw=False, qk_l2norm=False),
     "fp32": dict(dtype=FP32),
-    "odd sizes": dict(dtype=BF16, K=40, V=72, initial_state=False),
+    "odd sizes, gate computed outside": dict(dtype=BF16, K=40, V=72, raw=False, qk_l2norm=False, initial_state=False),
 }
 
 

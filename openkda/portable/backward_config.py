@@ -44,10 +44,16 @@ def configure_backward(problem: Problem) -> BackwardConfig:
         scan_stages=1 if wide else reverse_scan_stages(problem, forward.chunk, K, scan_block_v),  # fp32 operands fill the registers
         block_v=min(V, 32 if wide else 64),
         scores_warps=4,
-        block_k=min(K, 16 if wide else 32 if problem.capability is None else 64),
+        block_k=min(K, 16 if wide else input_block_k(problem)),
         input_block_v=min(V, 32 if wide else 64),
         input_warps=8 if wide else 4,  # H200: 4 warps with a few spills 0.98 ms, 8 without 1.58 (T 8192, H 32): two programs overlap
     )
+
+
+def input_block_k(problem: Problem) -> int:
+    """Channels per program of the input gradients: 64 rows feed Hopper's matrix unit best. Less on AMD (registers), and on capability 10,
+    where Triton 3.6 cannot lower this kernel's [64, C] accumulators in tensor memory."""
+    return 32 if problem.capability is None or problem.capability[0] == 10 else 64
 
 
 def reverse_scan_stages(problem: Problem, chunk: int, K: int, block_v: int) -> int:
