@@ -38,9 +38,9 @@ def compile_decode(target: str) -> None:
 
 
 def compile_fused(target: str) -> None:
-    """kda_fused_decode with one token: few and many programs."""
-    for N in (1, 256):
-        tensors = arguments(N, 1, 8, 128, 128, FP32, True, 1)
+    """kda_fused_decode: one token with few and many programs, and four drafted tokens."""
+    for N, S, W in ((1, 1, 1), (256, 1, 1), (8, 4, 5)):
+        tensors = arguments(N, S, 8, 128, 128, FP32, True, W)
         C = 3 * 8 * 128
         more = [tensors[2], torch.empty(128), torch.empty(C, 4, dtype=BF16), None, torch.empty(1, C, 3, dtype=BF16)]
         problem = serving_problem.check_step(check(tensors, True, bounded=True), *map(serving_problem.layout, more), 1e-5)

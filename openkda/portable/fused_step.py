@@ -250,7 +250,7 @@ def config(K: int, V: int, S: int, state_bytes: int, v_first: bool, heads: int) 
     around the loop."""
     tile = triton.next_power_of_2(K) * triton.next_power_of_2(V)
     if S > 1:
-        elements, values = max(min(tile, 8192), tile // 4), 512
+        elements, values = max(min(tile, 4096), tile // 4), 512
     elif state_bytes == 2 or not v_first:
         elements, values = max(min(tile, 8192), tile // 4), 2048
     else:
