@@ -126,20 +126,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--json", type=Path, help="folder for a dated result file")
     options = parser.parse_args()
-    table = []
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    report = dict(
+        date=datetime.date.today().isoformat(), command=" ".join(["python", *sys.argv]), commit=commit or None,
+        device=torch.cuda.get_device_name(), python=platform.python_version(), torch=torch.__version__, triton=triton.__version__,
+        openkda=openkda.__version__, rows=[],
+    )  # fmt: skip
     for row in rows():
-        table.append(row)
+        report["rows"].append(row)
         print(" ".join(f"{k}={v:.2f}" if isinstance(v, float) else f"{k}={v}" for k, v in row.items()), flush=True)
-    if options.json:
-        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-        report = dict(
-            date=datetime.date.today().isoformat(), command=" ".join(["python", *sys.argv]), commit=commit or None,
-            device=torch.cuda.get_device_name(), python=platform.python_version(), torch=torch.__version__, triton=triton.__version__,
-            openkda=openkda.__version__, rows=table,
-        )  # fmt: skip
-        path = options.json / f"{report['date']}-decode.json"
-        path.write_text(json.dumps(report, indent=1) + "\n")
-        print(path)
+        if options.json:  # after every row: a run that is cut short keeps what it measured
+            (options.json / f"{report['date']}-decode.json").write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":
