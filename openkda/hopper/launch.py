@@ -102,7 +102,8 @@ def forward(problem: Problem, inputs: Inputs, config: Config) -> tuple[torch.Ten
 
     def run_state(tail: int) -> None:
         args = (k, v, g, beta, A_log, dt_bias, initial, entry, summary, known, split, HV, p.group, NS, tail, bound)
-        run(prefill.state_kernel, (NS, HV, 1), args, (state,), num_warps=state.scan_warps, pdl=state.pdl and tail == 0)
+        # Never a dependent launch, so that both passes are one compiled kernel; it lets its successors start early all the same.
+        run(prefill.state_kernel, (NS, HV, 1), args, (state,), num_warps=state.scan_warps, pdl=False)
 
     run_state(config.tail)
     if chained:
