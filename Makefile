@@ -50,7 +50,7 @@ $(NEWEST)/.installed: $(STAMP)
 
 test-newest-triton: $(NEWEST)/.installed
 	@$(NEWEST)/bin/python -c 'import triton; print("Triton", triton.__version__)'
-	$(NEWEST)/bin/python -m pytest -q tests/test_offline_compile.py
+	$(NEWEST)/bin/python -m pytest -n $(WORKERS) -q tests/test_offline_compile.py
 
 clean:
 	rm -rf .venv $(NEWEST) out build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .coverage coverage.xml
