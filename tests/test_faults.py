@@ -24,6 +24,11 @@ def sizes(small: dict, full: dict):
     return pytest.mark.parametrize("size", [small, pytest.param(full, marks=pytest.mark.gpu)], ids=["small", "full"])
 
 
+def width(backend: str) -> int:
+    """K and V of a small case: the narrowest that the backend serves."""
+    return 64 if backend == "hopper" else 16
+
+
 def run(case: Case, backend: str, **changes):
     """(o, final_state) of one backend; skipped where it does not serve the case."""
     case.args.update(changes)
@@ -80,9 +85,9 @@ def test_03_saturated_bounded_gate(backend, device, size, lower_bound):
 @pytest.mark.parametrize("t0", [1, 17, 37, 68])
 def test_04_causality_to_the_bit(backend, device, raw, t0):
     """Changing tokens from t0 on, or cutting them off, leaves the earlier outputs as they were."""
-    make = lambda T: make_case("mixed", T=74, H=1, K=16, dtype=BF16, raw=raw, initial_state=False, device=device)
-    case, changed, cut = make(74), make(74), make(74)
-    other = make_case("extreme", T=74, H=1, K=16, dtype=BF16, raw=raw, seed=1, device=device)
+    K = width(backend)
+    case, changed, cut = (make_case("mixed", T=74, H=1, K=K, dtype=BF16, raw=raw, initial_state=False, device=device) for _ in range(3))
+    other = make_case("extreme", T=74, H=1, K=K, dtype=BF16, raw=raw, seed=1, device=device)
     for name in TOKENWISE:
         changed.args[name] = torch.cat([case.args[name][:, :t0], other.args[name][:, t0:]], 1)
         cut.args[name] = case.args[name][:, :t0]
@@ -190,7 +195,7 @@ def test_12_a_tail_with_either_gate_dtype(backend, device, size, raw):
 @pytest.mark.parametrize("T", [1, 2, 15, 17, 33, 49, 63, 65])
 def test_13_partial_blocks_before_poisoned_memory(backend, device, T):
     """What lies behind the inputs is NaN, and some gates are -1000."""
-    case = make_case("random", T=T, H=1, K=16, raw=False, bounded=False, device=device)
+    case = make_case("random", T=T, H=1, K=width(backend), dtype=BF16, gate_dtype=F32, raw=False, bounded=False, device=device)
     spikes = torch.rand(case.args["g"].shape, generator=torch.Generator().manual_seed(0)).to(device) < 0.1
     case.args["g"] = torch.where(spikes, -1000.0, case.args["g"])
     for name in TOKENWISE:
@@ -203,16 +208,17 @@ def test_13_partial_blocks_before_poisoned_memory(backend, device, T):
 
 @pytest.mark.parametrize("lengths", [(1, 1, 1, 127, 1), (1,), (5,), (63,)])
 def test_14_one_token_sequences_and_prompts_shorter_than_a_chunk(backend, device, lengths):
-    check(make_case("init", lengths=lengths, H=1, K=16, V=8, dtype=BF16, gate_dtype=F32, device=device), backend)
+    sizes = dict(H=1, K=width(backend), dtype=BF16, gate_dtype=F32, device=device)
+    check(make_case("init", lengths=lengths, **sizes), backend)
     if len(lengths) == 1:
-        check(make_case("init", T=lengths[0], H=1, K=16, V=8, dtype=BF16, gate_dtype=F32, device=device), backend)
+        check(make_case("init", T=lengths[0], **sizes), backend)
 
 
 @pytest.mark.parametrize("lengths", [(0, 64, 0), (0, 0), ()])
 @pytest.mark.parametrize("initial_state", [True, False])
 def test_15_empty_sequences(backend, device, lengths, initial_state):
     """An empty sequence ends in the state it began with."""
-    case = make_case("random", lengths=lengths, H=1, K=16, initial_state=initial_state, device=device)
+    case = make_case("random", lengths=lengths, H=1, K=width(backend), dtype=BF16, initial_state=initial_state, device=device)
     o, S = check(case, backend)
     for n, length in enumerate(lengths):
         if length == 0:
@@ -221,9 +227,9 @@ def test_15_empty_sequences(backend, device, lengths, initial_state):
 
 
 def test_15_no_tokens(backend, device):
-    case = make_case("random", B=2, T=0, H=1, K=16, device=device)
+    case = make_case("random", B=2, T=0, H=1, K=width(backend), dtype=BF16, device=device)
     o, S = run(case, backend)
-    assert o.shape == (2, 0, 1, 16) and torch.equal(S, case.args["initial_state"])
+    assert o.shape == (2, 0, 1, width(backend)) and torch.equal(S, case.args["initial_state"])
 
 
 @pytest.mark.parametrize("initial_state", [True, False])
@@ -293,7 +299,7 @@ def test_21_v_unlike_k(backend, device, V):
 
 def test_22_tokens_past_the_last_sequence(backend, device):
     """cu_seqlens may end before T: the rest of o is zero. (Falling, late-starting and overlong ones: test_problem.py.)"""
-    case = make_case("random", lengths=(12, 3), pad_to=40, H=1, K=16, device=device)
+    case = make_case("random", lengths=(12, 3), pad_to=40, H=1, K=width(backend), dtype=BF16, device=device)
     for name in TOKENWISE:
         case.args[name][:, 15:] = float("nan")
     o, S = run(case, backend)
