@@ -61,7 +61,7 @@ def test_head_dims(device, K, V):
 @pytest.mark.parametrize(
     "options", [dict(raw=False), dict(raw=False, bounded=False), dict(neg_eigval=True), dict(qk_l2norm=False), dict(initial_state=False),
                 dict(scale=0.3), dict(H=2, HV=6, T=35), dict(H=1, HV=2, T=35, dtype=BF16), dict(B=3, T=33), dict(lower_bound=-1.0),
-                dict(state_v_first=True, V=24), dict(state_dtype=BF16)]
+                dict(state_v_first=True, T=67, V=24), dict(state_dtype=BF16)]
 )  # fmt: skip
 def test_options(device, options):
     check(make_case("init", **{**dict(T=35, H=2, K=16, device=device), **options}))

@@ -27,7 +27,7 @@ import triton.language as tl
 
 from openkda.plan import Plan
 from openkda.portable.config import Config
-from openkda.portable.tile import as_rows, chunk_bounds, load_beta, load_tile, store_tile
+from openkda.portable.tile import as_rows, chunk_bounds, load_beta, load_tile, nonzero_beta, store_tile
 from openkda.problem import Problem
 
 
@@ -125,7 +125,7 @@ def intra_kernel(
     scale,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
     L2NORM: tl.constexpr, SIGMOID: tl.constexpr, NEG: tl.constexpr, DIAGONAL: tl.constexpr, OFFDIAGONAL: tl.constexpr,
-    P: tl.constexpr, STAGES: tl.constexpr,
+    NONZERO: tl.constexpr, P: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     h = tl.program_id(1).to(tl.int64)
     hq = h // (HV // H)
@@ -140,6 +140,8 @@ def intra_kernel(
     )  # fmt: skip
     rk = norm_factor(kk, live, L2NORM)
     beta = load_beta(beta_ptr + first * beta_row + h, rows, beta_row, live, SIGMOID, NEG)
+    if NONZERO:
+        beta = nonzero_beta(beta)
     Aqk *= (norm_factor(qq, live, L2NORM) * scale)[:, None] * rk[None, :]
     L = Akk * (beta * rk)[:, None] * rk[None, :]
     Aqk_ptr += (first * HV + h) * C
@@ -153,17 +155,17 @@ def intra_kernel(
 
 def launch_intra(
     problem: Problem, config: Config, plan: Plan, q: torch.Tensor, k: torch.Tensor, G: torch.Tensor, beta: torch.Tensor,
-    Aqk: torch.Tensor, L: torch.Tensor, *, diagonal: str, offdiagonal: bool,
+    Aqk: torch.Tensor, L: torch.Tensor, *, diagonal: str, offdiagonal: bool, nonzero: bool = False,
 ) -> None:  # fmt: skip
-    """Run `intra_kernel` for one of the two groups of pairs (or both)."""
+    """Run `intra_kernel` for one of the two groups of pairs (or both); nonzero: with |beta| at least 2^-30, for the backward."""
     q, k, beta = as_rows(q), as_rows(k), as_rows(beta)
     if q.shape[0] == 0 or plan.num_chunks == 0:
         return
     intra_kernel[(plan.num_chunks, problem.HV)](
         q, k, G, beta, Aqk, L, plan.chunks, q.stride(0), q.stride(1), k.stride(0), k.stride(1), beta.stride(0), float(problem.scale),
         H=problem.H, HV=problem.HV, K=problem.K, C=plan.chunk_size, BK=config.block_k, L2NORM=problem.qk_l2norm,
-        SIGMOID=problem.beta_sigmoid, NEG=problem.neg_eigval, DIAGONAL=diagonal, OFFDIAGONAL=offdiagonal, P=config.precision,
-        STAGES=config.intra_stages, num_warps=config.intra_warps,
+        SIGMOID=problem.beta_sigmoid, NEG=problem.neg_eigval, DIAGONAL=diagonal, OFFDIAGONAL=offdiagonal, NONZERO=nonzero,
+        P=config.precision, STAGES=config.intra_stages, num_warps=config.intra_warps,
     )  # fmt: skip
 
 

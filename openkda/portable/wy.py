@@ -139,7 +139,7 @@ def prepare(
     Returns: Aqk [B, T, HV, C], w [B, T, HV, K], u [B, T, HV, V], kg, qg [B, T, HV, K], all in q's dtype."""
     Aqk = torch.empty(*v.shape[:3], plan.chunk_size, dtype=v.dtype, device=v.device)
     L = torch.empty(Aqk.shape, dtype=torch.float32, device=v.device)
-    launch_intra(problem, config, plan, q, k, G, beta, Aqk, L, diagonal=config.form, offdiagonal=True)
+    launch_intra(problem, config, plan, q, k, G, beta, Aqk, L, diagonal=config.form, offdiagonal=True, nonzero=T is not None)
     invert_in_place(config, plan, L)
     return Aqk, *wy(problem, config, plan, q, k, v, G, beta, L, T, factors)
 
