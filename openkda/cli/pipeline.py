@@ -137,16 +137,8 @@ def portable_stages(p: Problem) -> list[Stage]:
         ),
     ]  # fmt: skip
     scan = f"{p.N} sequences x {p.HV} heads x {-(-p.V // config.scan_block_v)}"
-    if config.fuse_output:
-        return [*steps, Stage("scan_output", "r, S and o, chunk after chunk", scan, (w, kg, u, G, qg, Aqk, *state), outputs(p, NC))]
-    h, r = Item("h", (NC, p.HV, p.K, p.V), p.dtype), of("r", p.V)
-    o, *rest = outputs(p, NC)
-    output = f"{NC} chunks x {p.HV} heads x {-(-p.V // config.output_block_v)}"
-    return [
-        *steps,
-        Stage("state_scan", "r and S, chunk after chunk", scan, (w, kg, u, G, *state), (h, r, *(x for x in rest if x.name != "h"))),
-        Stage("output", "o from S, q and r", output, (qg, Aqk, r, h), (o,)),
-    ]
+    results = outputs(p, chunk_count(p, p.chunk_size))
+    return [*steps, Stage("scan_output", "r, S and o, chunk after chunk", scan, (w, kg, u, G, qg, Aqk, *state), results)]
 
 
 def portable_backward_stages(p: Problem) -> list[Stage]:

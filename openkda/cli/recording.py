@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import tempfile
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -170,31 +169,26 @@ def replacing(path: Path) -> Iterator[Path]:
     """A temporary file beside `path` that takes its place when the block ends well, and is removed when it does not.
 
     Entered before the work starts, so that an output that cannot be written is refused before anything is computed."""
+    if path.is_dir():
+        raise BadInput(f"{path} cannot be written: it is a directory")
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}{path.suffix}")
     made = [folder for folder in (path.parent, *path.parent.parents) if not folder.exists()]
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.is_dir():
-            raise BadInput(f"{path} cannot be written: it is a directory")
-        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=path.suffix, dir=path.parent)
-        os.close(handle)
-    except OSError as error:
-        raise BadInput(f"{path} cannot be written: {error.strerror}") from error
-    temporary = Path(name)
-    try:
+    try:  # from here on, wherever an interrupt strikes, what was made is removed
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            temporary.touch(exist_ok=False)
+        except OSError as error:
+            raise BadInput(f"{path} cannot be written: {error.strerror}") from error
+        mode = temporary.stat().st_mode  # that of a new file; a writer may put a private one in its place
         yield temporary
-        temporary.chmod(0o666 & ~_umask())  # mkstemp makes files that only their owner reads
+        temporary.chmod(mode)
         temporary.replace(path)
     finally:
-        temporary.unlink(missing_ok=True)
+        if temporary.exists():
+            temporary.unlink()
         for folder in made:
             with suppress(OSError):  # holds the result, or somebody else's file
                 folder.rmdir()
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def write(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
