@@ -300,7 +300,7 @@ def test_explain_says_who_serves_and_what_moves(tmp_path):
     picture = tmp_path / "map.png"
     printed = openkda("explain", "--device", "cuda:8.0", "--T", 4096, "--grad", "--draw", picture)
     assert "chunk_kda runs on portable" in printed
-    assert "scan_block_v" in printed and "prepare" in printed and "MiB" in printed
+    assert "scan_block_v" in printed and "solve" in printed and "MiB" in printed
     assert "Gradients: " in printed
     assert picture.read_bytes().startswith(b"\x89PNG")
     printed = openkda("explain", "--device", "cpu", "--lengths", "100,0,7", "--heads", 2, "--value-heads", 4, "--draw", picture)

@@ -127,18 +127,28 @@ def portable_stages(p: Problem) -> list[Stage]:
     given, NC = inputs(p), chunk_count(p, config.chunk)
     of = lambda name, width, dtype=p.dtype: Item(name, (p.B, p.T, p.HV, width), dtype)
     G, gate = of("G", p.K, torch.float32), tuple(given[name] for name in ("g", "A_log", "dt_bias") if name in given)
-    Aqk, w, u, kg, qg = of("Aqk", config.chunk), of("w", p.K), of("u", p.V), of("kg", p.K), of("qg", p.K)
+    written = (of("w", p.K), of("kg", p.K), of("u", p.V), G, of("qg", p.K), of("Aqk", config.chunk))
     state = (given["initial_state"],) if p.has_initial_state else ()
     steps = [
         Stage("gate_cumsum", "gate, summed within chunks", f"{NC} chunks x {p.HV} heads x {-(-p.K // config.gate_block_k)}", gate, (G,)),
-        Stage(
-            "prepare", "scores, inverse, WY form", f"{NC} chunks x {p.HV} heads",
-            (given["q"], given["k"], given["v"], G, given["beta"]), (Aqk, w, u, kg, qg),
-        ),
+        *chunk_stages(p, f"{NC} chunks x {p.HV} heads", config.chunk),
     ]  # fmt: skip
     scan = f"{p.N} sequences x {p.HV} heads x {-(-p.V // config.scan_block_v)}"
     results = outputs(p, chunk_count(p, p.chunk_size))
-    return [*steps, Stage("scan_output", "r, S and o, chunk after chunk", scan, (w, kg, u, G, qg, Aqk, *state), results)]
+    return [*steps, Stage("scan_output", "r, S and o, chunk after chunk", scan, (*written, *state), results)]
+
+
+def chunk_stages(p: Problem, cells: str, C: int, again: str = "", also: tuple[Item, ...] = ()) -> list[Stage]:
+    """The three kernels of openkda/portable/wy.py's prepare, each one program per chunk and head; `also` is written for a backward."""
+    given = inputs(p)
+    of = lambda name, width, dtype=p.dtype: Item(name, (p.B, p.T, p.HV, width), dtype)
+    G, L, Linv = (of(name, width, torch.float32) for name, width in (("G", p.K), ("L", C), ("Linv", C)))
+    wy = (of("w", p.K), of("u", p.V), of("kg", p.K), of("qg", p.K), *also)
+    return [
+        Stage("intra", f"{again}scores", cells, (given["q"], given["k"], G, given["beta"]), (of("Aqk", C), L)),
+        Stage("solve", f"{again}inverse, in place", cells, (L,), (Linv,)),
+        Stage("wy", f"{again}WY form", cells, (given["q"], given["k"], given["v"], G, given["beta"], Linv), wy),
+    ]
 
 
 def portable_backward_stages(p: Problem) -> list[Stage]:
@@ -166,10 +176,7 @@ def portable_backward_stages(p: Problem) -> list[Stage]:
     columns = -(-p.V // config.scan_block_v)
     return [
         Stage("gate_cumsum", "again: gate, summed within chunks", f"{cells} x {-(-p.K // config.forward.gate_block_k)}", gate, (G,)),
-        Stage(
-            "prepare", "again: scores, inverse, WY form", cells, (given["q"], given["k"], given["v"], G, given["beta"]),
-            (Aqk, w, u, kg, qg, T, factors),
-        ),
+        *chunk_stages(p, cells, C, "again: ", (T, factors)),
         Stage("state_scan", "again: r and S", f"{rows} x {-(-p.V // config.forward.scan_block_v)}", (w, kg, u, G, *state), (h, r)),
         Stage("reverse_scan", "dS, last chunk first", f"{rows} x {columns}", (w, kg, qg, G, Aqk, do), (dh, dr, *dstate)),
         Stage(
@@ -233,7 +240,7 @@ def mapping(p: Problem, backend: str) -> Mapping:
         config = configure(p)
         form = "product" if config.form == "matrix" else "levels"
         return Mapping(
-            config.chunk, config.chunk, form, min(p.V, config.scan_block_v), f"prepare: one program per cell, {config.intra_warps} warps",
+            config.chunk, config.chunk, form, min(p.V, config.scan_block_v), "intra, solve, wy: one program per cell each",
             f"scan: one program per row, {config.scan_warps} warps, {config.scan_stages} stages",
         )  # fmt: skip
     from openkda.hopper.config import BLOCK as scores
