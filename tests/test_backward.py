@@ -148,7 +148,7 @@ def test_one_input_at_a_time(device, name):
 def test_what_is_not_needed_is_not_computed(device, monkeypatch):
     backward = module("portable").backward.__globals__
     ran = []
-    for stage in ("reverse_scan", "score_gradients", "input_gradients"):
+    for stage in ("both_scans", "reverse_scan", "score_gradients", "input_gradients"):
         monkeypatch.setitem(backward, stage, lambda *args, stage=stage, run=backward[stage], **kw: (ran.append(stage), run(*args, **kw))[1])
     case = make_case("init", T=35, H=1, K=16, device=device)
     for wanted, stages in (("initial_state", 1), ("v", 2), ("beta", 2), ("q", 3)):
