@@ -7,7 +7,7 @@ import torch
 from openkda import backends
 from openkda.autograd import TENSORS, ChunkKDA
 from openkda.custom_ops import chunk_kda_op
-from openkda.problem import FLOAT_DTYPES, describe, fail
+from openkda.problem import FLOAT_DTYPES, check_gate_parameters, check_lower_bound, describe, fail, meta
 from openkda.reference import activate_gate
 from openkda.serving import recurrent_in_pool
 
@@ -48,7 +48,7 @@ def chunk_kda(
         q, k: [B, T, H, K] bf16, fp16 or fp32, one dtype with v; K from 1 to 256.
         v: [B, T, HV, V]; HV a multiple of H (value head h reads q/k head h // (HV / H)); V from 1 to 256.
         g: [B, T, HV, K] bf16, fp16 or fp32. Natural-log decay, at most 0 (a positive value is outside the contract and is not looked
-            for: its growth can overflow), or gate logits with use_gate_in_kernel.
+            for: its growth can overflow) and above -1e36, or gate logits with use_gate_in_kernel.
         beta: [B, T, HV] bf16, fp16 or fp32; write strength, or its logits with use_beta_sigmoid_in_kernel.
         scale: factor on q, default K**-0.5.
         initial_state: [N, HV, K, V] ([N, HV, V, K] when state_v_first), fp32 or bf16; default zeros. N = B, or the ragged sequence count.
@@ -60,11 +60,11 @@ def chunk_kda(
         safe_gate: promises that g lies in [lower_bound, 0); with the gate computed outside the promise is the caller's.
         lower_bound: in [-5, 0).
         disable_recompute: keep intermediates for the backward where a backend can (more memory, less time); compiled graphs recompute.
-        return_intermediate_states: also return the states at the entry of every chunk; not differentiable.
+        return_intermediate_states: also return the states at the entry of every chunk. Such a call is without gradients, o's included.
         state_v_first: states are [.., V, K]. transpose_state_layout: older name of the same option.
         cu_seqlens: [N + 1] int32 or int64, B = 1: the sequences packed along T. Must start at 0 and never fall; may end before T, where o
             is 0. Reading it waits for the device once per tensor; give cu_seqlens_cpu, the same values on the CPU, to avoid that.
-        use_graph: cu_seqlens may change between replays of a captured graph, so it is not read on the host.
+        use_graph: cu_seqlens may change between replays of a captured graph, so on a GPU it is not read on the host.
         max_num_seqs: with use_graph, the sequence count that cu_seqlens is padded to by repeating its last entry.
         A_log: [HV] (or [1, 1, HV, 1]). dt_bias: [HV * K] or [HV, K], default 0.
         chunk_size: 32 or 64; the spacing of intermediate states.
@@ -84,7 +84,9 @@ def chunk_kda(
         raise fail("cp_context", f"a {type(cp_context).__name__}", "None: this release has no context parallelism over devices")
     if transpose_state_layout is not None:
         state_v_first = transpose_state_layout
-    if use_graph and cu_seqlens is not None and max_num_seqs is not None and cu_seqlens.shape[0] - 1 != max_num_seqs:
+    if max_num_seqs is not None and not use_graph:
+        raise fail("max_num_seqs", max_num_seqs, "None without use_graph=True")
+    if max_num_seqs is not None and isinstance(cu_seqlens, torch.Tensor) and cu_seqlens.shape[0] - 1 != max_num_seqs:
         raise fail("max_num_seqs", max_num_seqs, f"the sequence count of cu_seqlens, {cu_seqlens.shape[0] - 1}, padded by its last entry")
     if torch.compiler.is_compiling():
         with torch.set_grad_enabled(torch.is_grad_enabled() and not return_intermediate_states):
@@ -206,13 +208,10 @@ def fused_kda_gate(
     if g.ndim < 2:
         raise fail("g's shape", list(g.shape), "[.., HV, K], or [.., HV * head_dim] with head_dim")
     HV, K = g.shape[-2:]
-    if lower_bound is not None and not -5.0 <= lower_bound < 0.0:
-        raise fail("lower_bound", lower_bound, "in [-5, 0)")
+    check_lower_bound(lower_bound)
     if A_log is None and lower_bound is None:
         raise fail("A_log", None, "a tensor [HV] without lower_bound")
-    for name, t, sizes in (("A_log", A_log, (HV,)), ("dt_bias", dt_bias, (HV * K,))):
-        if t is not None and t.numel() != sizes[0]:
-            raise fail(f"{name}'s shape", list(t.shape), f"{sizes[0]} elements for HV = {HV}, K = {K}")
+    check_gate_parameters(HV, K, g.device, A_log=meta("A_log", A_log, True), dt_bias=meta("dt_bias", dt_bias, True))
     x = g if g.dtype == torch.float64 else g.float()
     A_log = None if A_log is None else A_log.reshape(HV)
     dt_bias = None if dt_bias is None else dt_bias.reshape(HV, K)

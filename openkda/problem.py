@@ -1,8 +1,8 @@
 """What one KDA call asks for: `Problem` (sizes, dtypes, options; frozen and hashable) and `Inputs` (its tensors).
 
-Every check of the public functions lives here. A call is described by a `Problem` exactly once; backends read nothing else to decide
-whether they serve it (`why_not`) and how they launch it. Names follow docs/math.md: B batch, T tokens, H q/k heads, HV value heads,
-K key dim, V value dim, N sequences, C chunk size.
+The checks of chunk_kda's and fused_recurrent_kda's arguments live here. A call is described by a `Problem` exactly once; backends read
+nothing else to decide whether they serve it (`why_not`) and how they launch it. Names follow docs/math.md: B batch, T tokens, H q/k
+heads, HV value heads, K key dim, V value dim, N sequences, C chunk size.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class Meta(NamedTuple):
         return len(self.shape)
 
 
-def _meta(name: str, t: object, optional: bool = False) -> tuple | None:
+def meta(name: str, t: object, optional: bool = False) -> tuple | None:
     """The fields of a Meta as a plain tuple, which is quicker to make and to hash: a repeated call costs one dictionary lookup."""
     if isinstance(t, torch.Tensor):
         return t.shape, t.dtype, t.device
@@ -154,6 +154,26 @@ def _check_sizes(q: Meta, k: Meta, v: Meta, g: Meta, beta: Meta) -> None:
     _check_tensor("beta", beta, (B, T, HV), gate_dtypes, q.device)
 
 
+def check_lower_bound(lower_bound: object) -> None:
+    """None or a number in [-5, 0)."""
+    if lower_bound is None:
+        return
+    if isinstance(lower_bound, bool) or not isinstance(lower_bound, (int, float)):
+        raise TypeError(f"lower_bound is a {type(lower_bound).__name__}; it must be a number or None")
+    if not -5.0 <= lower_bound < 0.0:
+        raise fail("lower_bound", lower_bound, "in [-5, 0)")
+
+
+def check_gate_parameters(HV: int, K: int, device: torch.device, *, A_log: tuple | None, dt_bias: tuple | None) -> None:
+    """A_log [HV] or [1, 1, HV, 1], dt_bias [HV * K] or [HV, K], floating point, on `device`; or None; each as `meta` gives it."""
+    for name, t, shapes in (("A_log", A_log, ((HV,), (1, 1, HV, 1))), ("dt_bias", dt_bias, ((HV * K,), (HV, K)))):
+        if t is not None:
+            t = Meta(*t)
+            if tuple(t.shape) not in shapes:
+                raise fail(f"{name}'s shape", list(t.shape), " or ".join(str(list(s)) for s in shapes))
+            _check_tensor(name, t, tuple(t.shape), REFERENCE_DTYPES, device)
+
+
 def _check_gate(gate: str, lower_bound: float | None, safe_gate: bool, has_A_log: bool, has_dt_bias: bool) -> None:
     if lower_bound is not None and not -5.0 <= lower_bound < 0.0:
         raise fail("lower_bound", lower_bound, "in [-5, 0)")
@@ -184,11 +204,7 @@ def _build(
     _check_gate(gate, lower_bound, safe_gate, A_log is not None, dt_bias is not None)
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
-    for name, t, shapes in (("A_log", A_log, ((HV,), (1, 1, HV, 1))), ("dt_bias", dt_bias, ((HV * K,), (HV, K)))):
-        if t is not None:
-            if tuple(t.shape) not in shapes:
-                raise fail(f"{name}'s shape", list(t.shape), " or ".join(str(list(s)) for s in shapes))
-            _check_tensor(name, t, tuple(t.shape), REFERENCE_DTYPES, q.device)
+    check_gate_parameters(HV, K, q.device, A_log=A_log, dt_bias=dt_bias)
     N = B
     if cu is not None:
         if cu.ndim != 1 or cu.shape[0] < 1:
@@ -207,7 +223,7 @@ def _build(
         want = (N, HV, V, K) if v_first else (N, HV, K, V)
         if tuple(state.shape) != want:
             raise fail("initial_state's shape", list(state.shape), f"{list(want)} ([N, HV, {'V, K' if v_first else 'K, V'}])")
-        _check_tensor("initial_state", state, want, (torch.float32, torch.bfloat16, state_dtype), q.device)
+        _check_tensor("initial_state", state, want, tuple(dict.fromkeys((torch.float32, torch.bfloat16, state_dtype))), q.device)
         state_dtype = state.dtype
     return Problem(
         B=B, T=T, H=H, HV=HV, K=K, V=V, N=N, varlen=cu is not None, dtype=q.dtype, gate_dtype=g.dtype, beta_dtype=beta.dtype,
@@ -230,9 +246,9 @@ def describe(
 
     Raises ValueError or TypeError naming the argument, its value and what is allowed. `check_lengths=False` skips reading cu_seqlens
     on the host (CUDA graphs): the kernels clamp what they read, so a bad table gives wrong values, never a wild address."""
-    for name, number in (("scale", scale), ("lower_bound", lower_bound)):
-        if number is not None and (isinstance(number, bool) or not isinstance(number, (int, float))):
-            raise TypeError(f"{name} is a {type(number).__name__}; it must be a number or None")
+    if scale is not None and (isinstance(scale, bool) or not isinstance(scale, (int, float))):
+        raise TypeError(f"scale is a {type(scale).__name__}; it must be a number or None")
+    check_lower_bound(lower_bound)
     if chunk_size is None or isinstance(chunk_size, bool) or not isinstance(chunk_size, int):
         raise TypeError(f"chunk_size is {chunk_size!r}; it must be an int")
     if not use_gate_in_kernel:
@@ -242,13 +258,15 @@ def describe(
     tensors = (q, k, v, g, beta, A_log, dt_bias, initial_state)
     needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors if isinstance(t, torch.Tensor))
     problem = _build(
-        _meta("q", q), _meta("k", k), _meta("v", v), _meta("g", g), _meta("beta", beta), _meta("A_log", A_log, True),
-        _meta("dt_bias", dt_bias, True), _meta("initial_state", initial_state, True), _meta("cu_seqlens", cu_seqlens, True), scale, gate,
+        meta("q", q), meta("k", k), meta("v", v), meta("g", g), meta("beta", beta), meta("A_log", A_log, True),
+        meta("dt_bias", dt_bias, True), meta("initial_state", initial_state, True), meta("cu_seqlens", cu_seqlens, True), scale, gate,
         lower_bound, bool(safe_gate), bool(use_qk_l2norm_in_kernel), bool(use_beta_sigmoid_in_kernel), bool(allow_neg_eigval),
         bool(output_final_state), bool(return_intermediate_states), bool(state_v_first), chunk_size, needs_grad,
     )  # fmt: skip
+    if cu_seqlens_cpu is not None and cu_seqlens is None:
+        raise fail("cu_seqlens_cpu", "given", "None without cu_seqlens")
     lengths = None
-    if problem.varlen and check_lengths:
+    if problem.varlen and (check_lengths or cu_seqlens.device.type == "cpu"):  # on the CPU the check costs nothing
         lengths = check_cu_seqlens(cu_seqlens, cu_seqlens_cpu, problem.T)
     if cu_seqlens is not None and cu_seqlens.device != q.device:
         cu_seqlens = cu_seqlens.to(q.device)
@@ -266,7 +284,8 @@ def check_cu_seqlens(cu: torch.Tensor, cu_cpu: torch.Tensor | None, T: int) -> t
     """The sequence lengths, after checking that cu_seqlens starts at 0, never falls and ends at or before T.
 
     Reading a device tensor waits for the device, so pass cu_seqlens_cpu where that matters; without it each tensor is read once and
-    remembered until it is written to or freed (a model's layers share one cu_seqlens)."""
+    remembered until it is written to or freed (a model's layers share one cu_seqlens). A tensor on the CPU is read every time: it may
+    share its memory with an array whose writes torch does not see."""
     source = cu if cu_cpu is None else cu_cpu
     if cu_cpu is not None:
         if not isinstance(cu_cpu, torch.Tensor) or cu_cpu.device.type != "cpu":
@@ -275,9 +294,10 @@ def check_cu_seqlens(cu: torch.Tensor, cu_cpu: torch.Tensor | None, T: int) -> t
             raise fail("cu_seqlens_cpu's shape", list(cu_cpu.shape), f"that of cu_seqlens, {list(cu.shape)}")
         if cu_cpu.dtype not in (torch.int32, torch.int64):
             raise fail("cu_seqlens_cpu's dtype", cu_cpu.dtype, "torch.int32 or torch.int64")
-    version = 0 if source.is_inference() else source._version
-    known = _checked.get(id(source))
-    if known is not None and known[0]() is source and known[1] == version and not source.is_inference():
+    remembered = source.device.type != "cpu" and not source.is_inference()
+    version = source._version if remembered else 0
+    known = _checked.get(id(source)) if remembered else None
+    if known is not None and known[0]() is source and known[1] == version:
         lengths = known[2]
     else:
         values = source.tolist()
@@ -288,7 +308,8 @@ def check_cu_seqlens(cu: torch.Tensor, cu_cpu: torch.Tensor | None, T: int) -> t
             if length < 0:
                 raise fail(f"cu_seqlens[{n + 1}]", values[n + 1], f"at least cu_seqlens[{n}] = {values[n]}")
         key = id(source)
-        _checked[key] = (weakref.ref(source, lambda _: _checked.pop(key, None)), version, lengths)
+        if remembered:
+            _checked[key] = (weakref.ref(source, lambda _: _checked.pop(key, None)), version, lengths)
     if sum(lengths) > T:
         raise fail("cu_seqlens's last entry", sum(lengths), f"at most T = {T}")
     return lengths

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
+from inspect import signature
 from itertools import pairwise
 
 import torch
@@ -43,7 +44,8 @@ class Case:
             ("use_gate_in_kernel", "safe_gate", "use_qk_l2norm_in_kernel", "use_beta_sigmoid_in_kernel", "allow_neg_eigval",
              "output_final_state", "return_intermediate_states", "state_v_first"), False,
         )  # fmt: skip
-        return describe(**{**defaults, "chunk_size": 64, **self.args})
+        known = signature(describe).parameters  # the rest, such as backend, says how to run the call, not what it computes
+        return describe(**{**defaults, "chunk_size": 64, **{name: value for name, value in self.args.items() if name in known}})
 
     @cached_property
     def oracle(self) -> tuple[torch.Tensor, torch.Tensor]:

@@ -63,7 +63,7 @@ def forward(problem: Problem, inputs: Inputs) -> tuple[torch.Tensor, torch.Tenso
     else:
         lengths = inputs.lengths
         if lengths is None:
-            lengths = tuple((inputs.cu_seqlens[1:] - inputs.cu_seqlens[:-1]).tolist())
+            lengths = tuple(inputs.cu_seqlens.clamp(0, problem.T).cummax(0).values.diff().tolist())  # unchecked: bounded as in plan.py
         outs, states, entries, row = [], [], [], 0
         for n, length in enumerate(lengths):
             piece = tuple(x[:, row : row + length] for x in tensors)
@@ -78,6 +78,8 @@ def forward(problem: Problem, inputs: Inputs) -> tuple[torch.Tensor, torch.Tenso
         h = torch.cat(entries, 1) if entries else inputs.q.new_zeros(1, 0, problem.HV, problem.K, problem.V)
     flip = (lambda x: x.transpose(-1, -2).contiguous()) if problem.state_v_first else (lambda x: x)
     final = flip(S).to(problem.state_dtype) if problem.output_final_state else None
+    if final is not None and inputs.initial_state is not None and final.data_ptr() == inputs.initial_state.data_ptr():
+        final = final.clone()  # no token changed the state; the result is the caller's own all the same
     return o, final, flip(h) if problem.return_intermediate_states else None
 
 
@@ -147,7 +149,7 @@ def _chunks(x: torch.Tensor) -> torch.Tensor:
     B, T, HV, D = x.shape
     if T % CHUNK:
         x = torch.cat([x, x.new_zeros(B, -T % CHUNK, HV, D)], 1)
-    return x.reshape(B, -1, CHUNK, HV, D).permute(1, 0, 3, 2, 4).flatten(1, 2)
+    return x.reshape(B, x.shape[1] // CHUNK, CHUNK, HV, D).permute(1, 0, 3, 2, 4).flatten(1, 2)
 
 
 def _batched(product, *tensors: torch.Tensor, **factors: float) -> torch.Tensor:

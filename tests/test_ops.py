@@ -172,3 +172,15 @@ def test_bad_gate_calls(name):
 def test_gate_of_no_tensor():
     with pytest.raises(TypeError, match="g is a list"):
         fused_kda_gate([1.0], A)
+
+
+def test_the_gate_alone_refuses_what_the_whole_refuses():
+    g, A_log = torch.zeros(2, 3, 4), torch.zeros(3)
+    for options, words in (
+        (dict(A_log=A_log, dt_bias=torch.zeros(4, 3)), "dt_bias's shape is .4, 3."),
+        (dict(A_log=1.0), "A_log is a float"),
+        (dict(A_log=A_log, dt_bias=0.1), "dt_bias is a float"),
+        (dict(A_log=A_log, lower_bound="x"), "lower_bound is a str"),
+    ):
+        with pytest.raises((ValueError, TypeError), match=words):
+            fused_kda_gate(g, **options)

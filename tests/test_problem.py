@@ -2,6 +2,7 @@
 
 from dataclasses import fields
 
+import numpy as np
 import pytest
 import torch
 
@@ -189,8 +190,9 @@ def test_bad_cu_seqlens_cpu():
     refuses(ValueError, dict(use_graph=True, max_num_seqs=2), ["max_num_seqs", "2", "1"], case=case)
 
 
-def test_lengths_are_remembered_until_written_to_or_freed():
-    cu = torch.tensor([0, 3, 5])
+@pytest.mark.gpu
+def test_lengths_on_a_device_are_remembered_until_written_to_or_freed():
+    cu = torch.tensor([0, 3, 5], device="cuda")
     assert check_cu_seqlens(cu, None, 5) == (3, 2)
     known = len(problem_module._checked)
     assert check_cu_seqlens(cu, None, 9) == (3, 2) and len(problem_module._checked) == known
@@ -200,6 +202,44 @@ def test_lengths_are_remembered_until_written_to_or_freed():
         check_cu_seqlens(cu, None, 4)
     del cu
     assert len(problem_module._checked) == known - 1
+
+
+def test_lengths_on_the_cpu_are_read_every_time():
+    """Such a tensor may share its memory with an array, and torch does not see what is written through that."""
+    array = np.array([0, 3, 5])
+    cu = torch.from_numpy(array)
+    assert check_cu_seqlens(cu, None, 5) == (3, 2)
+    array[1] = 4
+    assert check_cu_seqlens(cu, None, 5) == (4, 1)
+
+
+@pytest.mark.parametrize("cu", [[0, 12], [0, 4, 2], [3, 9]])
+def test_use_graph_still_checks_lengths_that_are_on_the_cpu(cu):
+    refuses(
+        ValueError,
+        dict(use_graph=True, cu_seqlens=torch.tensor(cu)),
+        ["cu_seqlens"],
+        case=make_case("random", T=9, K=8, initial_state=False),
+    )
+
+
+def test_lengths_without_their_device_twin_are_refused():
+    refuses(ValueError, dict(cu_seqlens_cpu=torch.tensor([0, 9])), ["cu_seqlens_cpu"], case=make_case("random", T=9, K=8))
+    refuses(ValueError, dict(max_num_seqs=3), ["max_num_seqs", "use_graph"], case=make_case("random", T=9, K=8))
+
+
+def test_a_batch_of_none():
+    case = make_case("random", B=0, T=9, K=8)
+    case.args["q"].requires_grad_()
+    o, final_state = chunk_kda(**case.args)
+    assert o.shape == (0, 9, 2, 8) and final_state.shape == (0, 2, 8, 8)
+
+
+def test_no_tokens_leave_a_state_of_the_callers_own():
+    case = make_case("random", T=0, K=8)
+    _, final_state = chunk_kda(**case.args)
+    assert torch.equal(final_state, case.args["initial_state"])
+    assert final_state.data_ptr() != case.args["initial_state"].data_ptr()
 
 
 def test_lengths_of_inference_tensors_are_read_every_time():

@@ -9,8 +9,6 @@ import torch
 
 from openkda.problem import Problem
 
-SUB_CHUNK = 16  # rows served by one anchor in the matrix form; 15 steps of -5 * log2(e) stay inside fp32 and bf16
-
 
 @dataclass(frozen=True)
 class Config:
