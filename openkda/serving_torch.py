@@ -5,11 +5,25 @@ Vectorised over sequences and heads, one step per token position. The rules of s
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
+
 import torch
 import torch.nn.functional as F
 
 from openkda.reference import prepare
 from openkda.serving_problem import PoolProblem, StepProblem
+
+
+def plain(run: Callable[..., None]) -> Callable[..., None]:
+    """`run(problem, q, ..)` as the kernels run: no gradient recorded, whatever the dtypes that autocast would choose."""
+
+    @wraps(run)
+    def wrapped(problem: PoolProblem, q: torch.Tensor, *tensors: torch.Tensor | None) -> None:
+        with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
+            run(problem, q, *tensors)
+
+    return wrapped
 
 
 def valid_slots(index: torch.Tensor, pad_slot: int, slots: int) -> torch.Tensor:
@@ -49,6 +63,7 @@ def step_states(
     return S, (q[..., None, :] @ S).squeeze(-2)
 
 
+@plain
 def decode(
     problem: PoolProblem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gate: torch.Tensor, beta: torch.Tensor, out: torch.Tensor,
     A_log: torch.Tensor | None, dt_bias: torch.Tensor | None, pool: torch.Tensor, index: torch.Tensor, accepted: torch.Tensor | None,
@@ -82,6 +97,7 @@ def decode(
     out.copy_(o.view(out.shape))
 
 
+@plain
 def fused_step(
     problem: StepProblem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gate: torch.Tensor, beta: torch.Tensor, out: torch.Tensor,
     A_log: torch.Tensor | None, dt_bias: torch.Tensor | None, pool: torch.Tensor, index: torch.Tensor, accepted: torch.Tensor | None,

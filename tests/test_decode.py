@@ -297,6 +297,17 @@ def test_fused_recurrent_kda_updates_its_initial_state(backend, device):
         fused_recurrent_kda(*tokens, **case.params, state_indices=torch.tensor([0, 1]), **options)
 
 
+def test_autocast_and_parameters_change_nothing(backend, device):
+    """Under autocast, in grad mode, with the layer's own parameters: the same bits, no graph and a pool that stays plain."""
+    want, case = make(N=2, S=2, device=device), make(N=2, S=2, device=device)
+    o = run(want, backend, [1, 2])
+    case.params = {n: torch.nn.Parameter(x) if isinstance(x, torch.Tensor) else x for n, x in case.params.items()}
+    with torch.autocast(device.type, torch.bfloat16):
+        got = run(case, backend, [1, 2])
+    assert torch.equal(got, o) and torch.equal(case.pool[1:3], want.pool[1:3])
+    assert not got.requires_grad and not case.pool.requires_grad
+
+
 def test_config_keeps_the_state_tile_in_registers(backend):
     for K in (1, 16, 100, 128, 256):
         for V in (1, 64, 256):

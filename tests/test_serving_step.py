@@ -179,6 +179,19 @@ def test_refusals(backend, name, value, sentence):
         kda_fused_decode(state_indices=torch.tensor([1, 2]), backend=backend, **args, **step.case.arguments())
 
 
+def test_autocast_and_parameters_change_nothing(backend, device):
+    """Under autocast, in grad mode, with the layer's own parameters: the same bits, no graph and pools that stay plain."""
+    want, step = Step(N=2, device=device), Step(N=2, device=device)
+    o = want.run(backend, [1, 2])
+    for name in ("weight", "bias", "norm"):
+        setattr(step, name, torch.nn.Parameter(getattr(step, name)))
+    with torch.autocast(device.type, torch.bfloat16):
+        got = step.run(backend, [1, 2])
+    assert torch.equal(got, o) and torch.equal(step.case.pool[1:3], want.case.pool[1:3])
+    assert torch.equal(step.windows[1:3], want.windows[1:3])
+    assert not got.requires_grad and not step.case.pool.requires_grad and not step.windows.requires_grad
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("N, S", [(1, 1), (64, 1), (4, 4)])
 def test_real_sizes(backend, N, S, device):
