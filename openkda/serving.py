@@ -4,21 +4,33 @@ The raw contract throughout: `gate` and `beta` are logits (activation and sigmoi
 unless asked not to. A pool belongs to the engine: slots may lie at any distance, other data may lie between them, and no slot but those
 named is read or written. openkda/serving_problem.py has the rules of slots, pads, speculation and verification.
 
-Nothing here waits for the device. Eager calls go straight to the kernels; under torch.compile, and for fake tensors, the same functions
-run as the custom operators openkda::kda_decode and openkda::kda_prefill.
+The kernels' calls never wait for the device; the torch backend does, and a prefill with checkpoints but no cu_seqlens_cpu. Eager calls go
+straight to the kernels; under torch.compile, and for fake tensors, the same functions run as the custom operators openkda::kda_decode and
+openkda::kda_prefill.
 """
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import NamedTuple
 
 import torch
 
 from openkda import backends, serving_torch
 from openkda.problem import check_cu_seqlens, describe, fail
-from openkda.serving_problem import Options, check_decode, check_indices, check_like, check_pool, layout
+from openkda.serving_problem import (
+    INDEX_DTYPES,
+    Options,
+    check_decode,
+    check_indices,
+    check_like,
+    check_numbers,
+    check_pool,
+    check_types,
+    layout,
+)
 
 
 def kda_decode(
@@ -72,7 +84,7 @@ def kda_decode(
         ValueError, TypeError: one sentence naming the argument, its value and what is allowed. Also when a gradient would be needed.
     """
     if out is None:
-        out = torch.empty_like(v)
+        out = _empty_like(v)
     options = (lower_bound, scale, pad_slot, verify, use_qk_l2norm_in_kernel, allow_neg_eigval, state_v_first, True, True, backend)
     tensors = (q, k, v, gate, beta, out, A_log, dt_bias, state_pool, state_indices, num_accepted, cu_seqlens)
     _run_decode(tensors, options)
@@ -84,13 +96,24 @@ def recurrent_in_pool(
     dt_bias: torch.Tensor | None, scale: float | None, state_pool: torch.Tensor, state_indices: torch.Tensor | None,
     num_accepted: torch.Tensor | None, cu_seqlens: torch.Tensor | None, out: torch.Tensor | None, use_gate_in_kernel: bool,
     use_qk_l2norm_in_kernel: bool, use_beta_sigmoid_in_kernel: bool, allow_neg_eigval: bool, lower_bound: float | None,
-    state_v_first: bool, backend: str | None,
+    state_v_first: bool, backend: str | None, cu_seqlens_cpu: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """fused_recurrent_kda with its states in a pool: kda_decode with every input stage optional. Without state_indices slot n is n's."""
+    """fused_recurrent_kda with its states in a pool: kda_decode with every input stage optional. Without state_indices slot n is n's.
+
+    cu_seqlens is checked where the host has it: as cu_seqlens_cpu, or on the CPU itself."""
     if state_pool is None:
         raise fail("initial_state", None, "the state pool when states are updated in place")
+    names = ("q", "k", "v", "g", "beta", "initial_state", "state_indices", "num_accepted", "cu_seqlens", "out")
+    check_types(names, (q, k, v, g, beta, state_pool, state_indices, num_accepted, cu_seqlens, out), names[:6])
+    if q.dim() != 4:
+        raise fail("q's shape", list(q.shape), "[B, T, H, K]")
+    if cu_seqlens is not None:
+        _check_bounds(cu_seqlens, cu_seqlens_cpu, q.shape[1])
     if state_indices is None:
-        state_indices = torch.arange(q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1, device=q.device)
+        N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        if state_pool.dim() == 0 or state_pool.shape[0] != N:
+            raise fail("initial_state's shape", list(state_pool.shape), f"[{N}, ..], one state per sequence, without state_indices")
+        state_indices = torch.arange(N, device=q.device)
     if out is None:
         out = torch.empty_like(v)
     tensors = (q, k, v, g, beta, out, A_log, dt_bias, state_pool, state_indices, num_accepted, cu_seqlens)
@@ -102,15 +125,14 @@ def recurrent_in_pool(
 def _run_decode(tensors: tuple[torch.Tensor | None, ...], options: tuple) -> None:
     """Straight to the kernel, or through the operator where something traces the call."""
     if type(tensors[0]) is not torch.Tensor or torch.compiler.is_compiling():
+        check_types(_DECODE_TENSORS, tensors, _DECODE_TENSORS[:6])
         torch.ops.openkda.kda_decode(*tensors, *options)
     else:
         _decode(tensors, options)
 
 
 def _decode(tensors: tuple[torch.Tensor | None, ...], options: tuple) -> None:
-    launch = _launches.get(key := call_key(_DECODE_TENSORS, tensors, options))
-    if launch is None:
-        launch = _launches[key] = _decode_launch(tensors, *options)
+    launch = find_launch(_launches, _decode_launch, _DECODE_TENSORS, tensors, options)
     if torch.is_grad_enabled() and any(tensors[i].requires_grad for i in (0, 1, 2, 3, 4, 8)):  # q, k, v, gate, beta, state_pool
         raise ValueError("kda_decode has no gradient; call it under torch.no_grad(), or chunk_kda for training")
     launch(*tensors)
@@ -119,7 +141,8 @@ def _decode(tensors: tuple[torch.Tensor | None, ...], options: tuple) -> None:
 _DECODE_TENSORS = (
     "q", "k", "v", "gate", "beta", "out", "A_log", "dt_bias", "state_pool", "state_indices", "num_accepted", "cu_seqlens",
 )  # fmt: skip
-_launches: dict[tuple, Callable[..., None]] = {}  # what runs a kind of call, its checks done; one per batch size, so it stays small
+_launches: dict[tuple, Callable[..., None]] = {}  # what runs a kind of call, its checks done; about one per batch size
+MAX_LAUNCHES = 4096  # kept at a time
 
 
 def _signature(t: torch.Tensor | None) -> tuple | None:
@@ -135,6 +158,29 @@ def call_key(names: Sequence[str], tensors: Sequence[torch.Tensor | None], optio
         raise TypeError(f"{name} is a {type(t).__name__}; it must be a torch.Tensor") from None
 
 
+def find_launch(
+    launches: dict[tuple, Callable[..., None]], build: Callable[..., Callable[..., None]], names: Sequence[str],
+    tensors: tuple[torch.Tensor | None, ...], options: tuple,
+) -> Callable[..., None]:  # fmt: skip
+    """What runs this kind of call: remembered, or built once its checks have passed."""
+    key = call_key(names, tensors, options)
+    try:
+        return launches[key]
+    except (KeyError, TypeError):  # TypeError: an option that cannot be hashed, which the checks refuse
+        pass
+    launch = build(tensors, *options)
+    if len(launches) >= MAX_LAUNCHES:
+        launches.clear()
+    launches[key] = launch
+    return launch
+
+
+def _empty_like(v: torch.Tensor) -> torch.Tensor:
+    if not isinstance(v, torch.Tensor):
+        raise TypeError(f"v is a {type(v).__name__}; it must be a torch.Tensor")
+    return torch.empty_like(v)
+
+
 def common_device(tensors: Sequence[torch.Tensor | None]) -> torch.device:
     """The device all tensors share; ValueError when they do not share one."""
     devices = {t.device for t in tensors if t is not None}
@@ -146,6 +192,7 @@ def common_device(tensors: Sequence[torch.Tensor | None]) -> torch.device:
 def _decode_launch(tensors: tuple[torch.Tensor | None, ...], *options: object) -> Callable[..., None]:
     """Checks of one kind of call, and what runs it: called with the tensors of `_decode`."""
     *options, backend = options
+    check_numbers(lower_bound=options[0], scale=options[1])
     device = common_device(tensors)
     problem = check_decode(*map(layout, tensors), Options(*options))
     if choose_backend(device, backend) == "torch":
@@ -155,11 +202,42 @@ def _decode_launch(tensors: tuple[torch.Tensor | None, ...], *options: object) -
     return decode_launch(problem, device)
 
 
+@cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
 def choose_backend(device: torch.device, backend: str | None) -> str:
     """The backend of a decode call: Triton on a GPU, torch on a CPU, or the one asked for."""
     if backend not in (None, "portable", "torch"):
         raise fail("backend", repr(backend), "None, 'portable' or 'torch'")
-    return backend or ("portable" if device.type == "cuda" else "torch")
+    if backend == "torch" or (backend is None and device.type != "cuda"):
+        return "torch"
+    if not _has_triton():
+        reason = "it needs Triton, which is not installed"
+    else:
+        from openkda.portable.decode import why_not_device
+
+        reason = why_not_device(device.type)
+    if reason is None:
+        return "portable"
+    if backend is None:
+        return "torch"
+    raise ValueError(f"backend is {backend!r}, which cannot serve this call: {reason}")
+
+
+def _check_bounds(cu: torch.Tensor, cu_cpu: torch.Tensor | None, T: int) -> None:
+    """Shape and dtype of cu_seqlens, and its values where the host has them."""
+    if cu.dim() != 1 or cu.shape[0] < 1:
+        raise fail("cu_seqlens's shape", list(cu.shape), "[N + 1]")
+    if cu.dtype not in INDEX_DTYPES:
+        raise fail("cu_seqlens's dtype", cu.dtype, "torch.int32 or torch.int64")
+    if type(cu) is not torch.Tensor or torch.compiler.is_compiling():
+        return  # being traced: there are no values
+    if cu_cpu is not None:
+        check_cu_seqlens(cu, cu_cpu, T)
+    if cu.device.type == "cpu":
+        check_cu_seqlens(cu, None, T)
 
 
 class Checkpoints(NamedTuple):
@@ -203,7 +281,7 @@ def kda_prefill(
         state_indices: [N] int32 or int64, any stride; pads and indices out of range as in kda_decode.
         has_initial_state: [N] bool; False starts from zero whatever the slot holds. None: all True.
         cu_seqlens: [N + 1] int32 or int64, from 0 to at most T; rows past the last sequence give 0. Lengths from one token up may be
-            mixed. Not read on the host unless cu_seqlens_cpu is given (then checked) or checkpoints need it.
+            mixed. Checked where the host has it: cu_seqlens_cpu, or itself on the CPU. On a GPU it is read only if checkpoints need it.
         checkpoints: states to keep, see Checkpoints. The prompt is cut there, so each costs a launch of the chunk kernels; the lengths
             are needed on the host, so pass cu_seqlens_cpu to avoid waiting for the device.
         out: [1, T, HV, V], written and returned when given.
@@ -215,10 +293,19 @@ def kda_prefill(
     Raises:
         ValueError, TypeError: one sentence naming the argument, its value and what is allowed.
     """
+    names = (*_DECODE_TENSORS[:10], "has_initial_state", "cu_seqlens", "cu_seqlens_cpu")
+    tensors = (q, k, v, gate, beta, out, A_log, dt_bias, state_pool, state_indices, has_initial_state, cu_seqlens, cu_seqlens_cpu)
+    check_types(names, tensors, names[:5])
     if out is None:
         out = torch.empty_like(v)
-    states, sequence, offset = (None, [], []) if checkpoints is None else checkpoints
-    pooled = (state_pool, state_indices, has_initial_state, cu_seqlens, cu_seqlens_cpu, states, list(sequence), list(offset))
+    states, sequence, offset = None, [], []
+    if checkpoints is not None:
+        states, sequence, offset = checkpoints
+        check_types(("checkpoints.states",), (states,), ("checkpoints.states",))
+        sequence, offset = [int(n) for n in sequence], [int(p) for p in offset]
+        if len(sequence) != len(offset):
+            raise fail("checkpoints.offset's length", len(offset), f"{len(sequence)}, that of checkpoints.sequence")
+    pooled = (state_pool, state_indices, has_initial_state, cu_seqlens, cu_seqlens_cpu, states, sequence, offset)
     options = (lower_bound, scale, pad_slot, use_qk_l2norm_in_kernel, allow_neg_eigval, state_v_first, backend)
     if type(q) is not torch.Tensor or torch.compiler.is_compiling():
         torch.ops.openkda.kda_prefill(q, k, v, gate, beta, out, A_log, dt_bias, *pooled, *options)
@@ -239,6 +326,7 @@ def _prefill(
         raise fail("cu_seqlens", None, "a tensor [N + 1]")
     if v.dim() != 4 or q.dim() != 4:
         raise fail("v's shape" if v.dim() != 4 else "q's shape", list((v if v.dim() != 4 else q).shape), "[1, T, heads, head dim]")
+    _check_bounds(cu_seqlens, cu_seqlens_cpu, q.shape[1])
     N, (HV, V), K = cu_seqlens.shape[0] - 1, v.shape[2:], q.shape[3]
     check_pool(layout(state_pool), HV, K, V, state_v_first)
     if state_indices is None or state_indices.dim() != 1:
@@ -258,7 +346,8 @@ def _prefill(
     )  # fmt: skip
 
     def forward(tensors: Sequence[torch.Tensor], S: torch.Tensor, cu: torch.Tensor, cu_cpu: torch.Tensor | None) -> tuple:
-        problem, inputs = call(*tensors, initial_state=S, cu_seqlens=cu, cu_seqlens_cpu=cu_cpu, check_lengths=cu_cpu is not None)
+        known = cu_cpu is not None or cu.device.type == "cpu"
+        problem, inputs = call(*tensors, initial_state=S, cu_seqlens=cu, cu_seqlens_cpu=cu_cpu, check_lengths=known)
         return backends.module(backends.choose(problem, backend)).forward(problem, inputs)[:2]
 
     S = pool.gather_states(state_pool, state_indices, has_initial_state, pad_slot)
@@ -275,7 +364,7 @@ def _prefill(
 
 def _pool_functions(device: torch.device, backend: str | None) -> object:
     """The module with gather_states, scatter_states and clear_rows for tensors on `device`."""
-    if device.type != "cuda" and backend != "portable":
+    if choose_backend(device, "portable" if backend == "portable" else None) == "torch":
         return serving_torch
     from openkda.portable import pool
 

@@ -13,6 +13,7 @@ A ragged sequence may have more tokens than columns; the states past the last co
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import NamedTuple
@@ -38,6 +39,21 @@ class Layout(NamedTuple):
 def layout(t: torch.Tensor | None) -> Layout | None:
     """The layout of a tensor, None of None."""
     return None if t is None else Layout(t.shape, t.stride(), t.dtype)
+
+
+def check_types(names: Sequence[str], tensors: Sequence[object], required: Collection[str] = ()) -> None:
+    """TypeError for what is no tensor; None only passes where it is not among `required`."""
+    for name, t in zip(names, tensors):
+        if not isinstance(t, torch.Tensor) and (t is not None or name in required):
+            raise TypeError(f"{name} is a {type(t).__name__}; it must be a torch.Tensor")
+
+
+def check_numbers(**numbers: object) -> None:
+    """TypeError for what is no number: a tensor would be read once on the host and then taken for a constant."""
+    for name, x in numbers.items():
+        optional = name != "norm_eps"
+        if isinstance(x, bool) or not (isinstance(x, (int, float)) or (x is None and optional)):
+            raise TypeError(f"{name} is a {type(x).__name__}; it must be a number{' or None' if optional else ''}")
 
 
 @dataclass(frozen=True)
@@ -132,12 +148,12 @@ def check_like(name: str, t: Layout | None, shape: tuple[int, ...], dtypes: tupl
 def check_gate(A_log: Layout | None, dt_bias: Layout | None, HV: int, K: int, options: Options) -> str:
     """The kind of gate. A_log [HV] or [1, 1, HV, 1], dt_bias [HV * K] or [HV, K], lower_bound in [-5, 0) or None."""
     lower_bound = options.lower_bound
+    if lower_bound is not None and not -5.0 <= lower_bound < 0.0:
+        raise fail("lower_bound", lower_bound, "in [-5, 0), or None for the softplus gate")
     if not options.gate_in_kernel:
         if A_log is not None or dt_bias is not None:
             raise fail("dt_bias" if A_log is None else "A_log", "given", "None unless use_gate_in_kernel=True: g is the log decay itself")
         return "none"
-    if lower_bound is not None and not -5.0 <= lower_bound < 0.0:
-        raise fail("lower_bound", lower_bound, "in [-5, 0), or None for the softplus gate")
     if A_log is None and lower_bound is None:
         raise fail("A_log", None, "a tensor [HV] without lower_bound")
     for name, t, shapes in (("A_log", A_log, ((HV,), (1, 1, HV, 1))), ("dt_bias", dt_bias, ((HV * K,), (HV, K)))):
@@ -221,6 +237,8 @@ def check_decode(
     check_like("beta", beta, (N, S, HV), FLOAT_DTYPES)
     check_like("out", out, (N, S, HV, V), FLOAT_DTYPES)
     gate_kind = check_gate(A_log, dt_bias, HV, K, options)
+    if options.neg_eigval and not options.beta_sigmoid:
+        raise fail("allow_neg_eigval", True, "False unless use_beta_sigmoid_in_kernel=True; otherwise scale beta yourself")
     check_pool(pool, HV, K, V, options.state_v_first)
     sequences = N
     if cu is not None:
@@ -259,6 +277,8 @@ def check_step(
         raise fail("q's shape", [N, S, H, K], f"[N, S, H, K] with S at most {MAX_STEP_TOKENS} in a fused step")
     check_like("output_gate", output_gate, (N, S, HV, V), FLOAT_DTYPES)
     check_like("norm_weight", norm_weight, (V,), FLOAT_DTYPES)
+    if conv_weight is None:
+        raise fail("conv_weight", None, f"a tensor [{C}, W]")
     if len(conv_weight.shape) != 2 or conv_weight.shape[0] != C or not 2 <= conv_weight.shape[1] <= MAX_TAPS:
         raise fail("conv_weight's shape", list(conv_weight.shape), f"[{C}, W]: 2*H*K + HV*V channels, W from 2 to {MAX_TAPS} taps")
     W = conv_weight.shape[1]

@@ -11,8 +11,8 @@ from functools import partial
 import torch
 
 from openkda import serving_torch
-from openkda.serving import call_key, choose_backend, common_device, library
-from openkda.serving_problem import Options, check_decode, check_step, layout
+from openkda.serving import choose_backend, common_device, find_launch, library
+from openkda.serving_problem import Options, check_decode, check_numbers, check_step, check_types, layout
 
 
 def kda_fused_decode(
@@ -64,6 +64,7 @@ def kda_fused_decode(
         ValueError, TypeError: one sentence naming the argument, its value and what is allowed.
     """
     if out is None:
+        check_types(("v",), (v,), ("v",))
         out = torch.empty_like(v)
     tensors = (
         q, k, v, gate, beta, out, A_log, dt_bias, state_pool, state_indices, num_accepted, output_gate, norm_weight, conv_weight, conv_bias,
@@ -71,6 +72,7 @@ def kda_fused_decode(
     )  # fmt: skip
     options = (norm_eps, lower_bound, scale, pad_slot, verify, use_qk_l2norm_in_kernel, allow_neg_eigval, state_v_first, backend)
     if type(q) is not torch.Tensor or torch.compiler.is_compiling():
+        check_types(_TENSORS, tensors, _REQUIRED)
         torch.ops.openkda.kda_fused_decode(*tensors, *options)
     else:
         _fused_decode(tensors, options)
@@ -78,9 +80,7 @@ def kda_fused_decode(
 
 
 def _fused_decode(tensors: tuple[torch.Tensor | None, ...], options: tuple) -> None:
-    launch = _launches.get(key := call_key(_TENSORS, tensors, options))
-    if launch is None:
-        launch = _launches[key] = _fused_launch(tensors, *options)
+    launch = find_launch(_launches, _fused_launch, _TENSORS, tensors, options)
     if torch.is_grad_enabled() and any(tensors[i].requires_grad for i in (0, 1, 2, 3, 4, 8, 11)):  # tokens, state_pool, output_gate
         raise ValueError("kda_fused_decode has no gradient; call it under torch.no_grad()")
     launch(*tensors)
@@ -90,12 +90,14 @@ _TENSORS = (
     "q", "k", "v", "gate", "beta", "out", "A_log", "dt_bias", "state_pool", "state_indices", "num_accepted", "output_gate", "norm_weight",
     "conv_weight", "conv_bias", "conv_pool",
 )  # fmt: skip
+_REQUIRED = set(_TENSORS) - {"A_log", "dt_bias", "num_accepted", "conv_bias"}
 _launches: dict[tuple, Callable[..., None]] = {}
 
 
 def _fused_launch(tensors: tuple[torch.Tensor | None, ...], norm_eps: float, *options: object) -> Callable[..., None]:
     """Checks of one kind of call, and what runs it: called with the tensors of `_fused_decode`."""
     *options, backend = options
+    check_numbers(lower_bound=options[0], scale=options[1], norm_eps=norm_eps)
     device = common_device(tensors)
     layouts = [layout(t) for t in tensors]
     base = check_decode(*layouts[:11], None, Options(*options, gate_in_kernel=True, beta_sigmoid=True))

@@ -308,6 +308,30 @@ def test_autocast_and_parameters_change_nothing(backend, device):
     assert not got.requires_grad and not case.pool.requires_grad
 
 
+def test_states_in_place_are_checked_as_any_other_call(backend, device):
+    case = make(N=2, S=2, slots=4, used=[0, 1], device=device)
+    tokens = [case.tokens[n] for n in TOKENS]
+    packed = [x.flatten(0, 1)[None] for x in tokens]
+
+    def refused(sentence, tokens=tokens, error=ValueError, **changes):
+        options = dict(initial_state=case.pool[:2], inplace_final_state=True, state_v_first=True, backend=backend)
+        with pytest.raises(error) as e:
+            fused_recurrent_kda(*tokens, **{**options, **changes})
+        assert sentence in str(e.value) and "\n" not in str(e.value)
+
+    refused("initial_state's shape is [1, ", initial_state=case.pool[:1])
+    refused("initial_state's shape is [4, ", initial_state=case.pool)
+    refused("allow_neg_eigval is True", allow_neg_eigval=True)
+    refused("lower_bound is -7.0", lower_bound=-7.0)
+    refused("scale is a str", scale="a", error=TypeError)
+    refused("initial_state is a list", initial_state=[1], error=TypeError)
+    refused("cu_seqlens's shape is []", packed, cu_seqlens=torch.tensor(4, device=device))
+    if device.type == "cpu":
+        refused("at most T = 4", packed, cu_seqlens=torch.tensor([0, 2, 9]))
+        refused("cu_seqlens[2] is 1", packed, cu_seqlens=torch.tensor([0, 2, 1]))
+    assert_untouched(case, set())
+
+
 def test_config_keeps_the_state_tile_in_registers(backend):
     for K in (1, 16, 100, 128, 256):
         for V in (1, 64, 256):

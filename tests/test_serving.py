@@ -10,7 +10,7 @@ import pytest
 import torch
 from serving_case import TOKENS, assert_matches, assert_untouched, make
 
-from openkda import Checkpoints, chunk_kda, kda_decode, kda_prefill
+from openkda import Checkpoints, chunk_kda, kda_decode, kda_prefill, serving
 from openkda.testing import assert_close
 
 BACKENDS = ["portable", "torch"]
@@ -201,11 +201,60 @@ def test_decode_wants_tensors():
         kda_decode(**{**case.arguments(state_indices=indices([1, 2], case)), "gate": None})
 
 
+@pytest.mark.parametrize(
+    "changes, sentence",
+    [
+        (dict(q=[1]), "q is a list; it must be a torch.Tensor"),
+        (dict(v=3), "v is a int; it must be a torch.Tensor"),
+        (dict(state_indices=[1, 2]), "state_indices is a list; it must be a torch.Tensor"),
+        (dict(scale="a"), "scale is a str; it must be a number or None"),
+        (dict(scale=[1.0]), "scale is a list; it must be a number or None"),
+        (dict(scale=torch.tensor(0.5)), "scale is a Tensor; it must be a number or None"),
+        (dict(lower_bound="a"), "lower_bound is a str; it must be a number or None"),
+    ],
+    ids=str,
+)
+def test_decode_refuses_types_in_one_sentence(changes, sentence):
+    case = make()
+    before = len(serving._launches)
+    with pytest.raises(TypeError) as error:
+        kda_decode(**{**case.arguments(state_indices=indices([1, 2], case)), **changes})
+    assert str(error.value) == sentence and len(serving._launches) == before
+    assert_untouched(case, set())
+
+
+def test_launches_are_bounded(monkeypatch):
+    monkeypatch.setattr(serving, "_launches", {})
+    monkeypatch.setattr(serving, "MAX_LAUNCHES", 2)
+    case = make()
+    for scale in (1.0, 2.0, 3.0, 4.0, 5.0):
+        kda_decode(**case.arguments(state_indices=indices([1, 2], case), scale=scale))
+        assert 1 <= len(serving._launches) <= 2
+
+
+@pytest.mark.parametrize("function", [kda_decode, kda_prefill])
+def test_portable_on_a_cpu_is_refused_without_the_interpreter(function, monkeypatch):
+    monkeypatch.setattr(serving, "_launches", {})
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    case = make(lengths=[4, 18])
+    args = case.arguments(state_indices=indices([1, 2], case), cu_seqlens=cu(case), backend="portable")
+    if function is kda_prefill:
+        args["has_initial_state"] = None
+    with pytest.raises(ValueError, match=r"^backend is 'portable', which cannot serve this call: .* needs a GPU"):
+        function(**args)
+    assert_untouched(case, set())
+
+
 PREFILL_REFUSALS = [
     (dict(cu_seqlens=lambda c: None), "cu_seqlens is None"),
     (dict(cu_seqlens_cpu=lambda c: torch.tensor([0, 4, 3])), "cu_seqlens[2]"),
     (dict(cu_seqlens_cpu=lambda c: torch.tensor([2, 4, 6])), "first entry"),
     (dict(cu_seqlens_cpu=lambda c: torch.tensor([0, 4, 99])), "at most T"),
+    (dict(cu_seqlens=lambda c: torch.tensor([0, 14, 4])), "cu_seqlens[2] is 4"),
+    (dict(cu_seqlens=lambda c: torch.tensor([0, 4, 99])), "at most T"),
+    (dict(cu_seqlens=lambda c: torch.tensor(4)), "cu_seqlens's shape is []"),
+    (dict(cu_seqlens=lambda c: torch.zeros(3)), "cu_seqlens's dtype"),
+    (dict(checkpoints=lambda c: Checkpoints(torch.zeros(1, 2, 24, 16), [1], [16, 16])), "checkpoints.offset's length is 2"),
     (dict(state_indices=lambda c: torch.zeros(2, 2, dtype=torch.int32)), "state_indices's shape"),
     (dict(has_initial_state=lambda c: torch.ones(2)), "has_initial_state's dtype"),
     (dict(out=lambda c: torch.zeros(1, 22, 2, 48)[..., ::2]), "out's strides"),
@@ -225,6 +274,24 @@ def test_prefill_refuses_in_one_sentence(changes, sentence):
         kda_prefill(**args)
     assert sentence in str(error.value) and "\n" not in str(error.value)
     assert_untouched(case, set())
+
+
+@pytest.mark.parametrize("name", ["state_pool", "state_indices", "has_initial_state", "cu_seqlens", "cu_seqlens_cpu", "out", "q", "v"])
+def test_prefill_wants_tensors(name):
+    case = make(lengths=[4, 18])
+    args = case.arguments(state_indices=indices([1, 2], case), has_initial_state=None, cu_seqlens=cu(case))
+    with pytest.raises(TypeError, match=f"^{name} is a list; it must be a torch.Tensor$"):
+        kda_prefill(**{**args, name: [0, 1]})
+    with pytest.raises(TypeError, match=r"^checkpoints.states is a NoneType; it must be a torch.Tensor$"):
+        kda_prefill(**args, checkpoints=Checkpoints(None, [1], [16]))
+
+
+def test_checkpoints_named_by_tensors(device):
+    case, twin = (make(lengths=[4, 18], device=device) for _ in range(2))
+    states, want = (torch.empty(1, 2, 24, 16, device=device) for _ in range(2))
+    prefill(case, "torch", [1, 2], checkpoints=Checkpoints(states, torch.tensor([1]), torch.tensor([16])))
+    prefill(twin, "torch", [1, 2], checkpoints=Checkpoints(want, [1], [16]))
+    assert torch.equal(states, want)
 
 
 def test_example_engine_agrees_with_one_prefill(monkeypatch, capsys):

@@ -192,6 +192,27 @@ def test_autocast_and_parameters_change_nothing(backend, device):
     assert not got.requires_grad and not step.case.pool.requires_grad and not step.windows.requires_grad
 
 
+@pytest.mark.parametrize(
+    "changes, error, sentence",
+    [
+        (dict(conv_weight=None), ValueError, "conv_weight is None; it must be a tensor"),
+        (dict(conv_weight=[1]), TypeError, "conv_weight is a list; it must be a torch.Tensor"),
+        (dict(q=[1]), TypeError, "q is a list; it must be a torch.Tensor"),
+        (dict(v=None), TypeError, "v is a NoneType; it must be a torch.Tensor"),
+        (dict(scale=torch.tensor(0.5)), TypeError, "scale is a Tensor; it must be a number or None"),
+        (dict(norm_eps=None), TypeError, "norm_eps is a NoneType; it must be a number"),
+    ],
+    ids=str,
+)
+def test_refuses_types_in_one_sentence(backend, changes, error, sentence):
+    step = Step(N=2)
+    args = dict(output_gate=step.z, conv_weight=step.weight, conv_bias=step.bias, norm_weight=step.norm, conv_pool=step.windows)
+    args = {**args, **step.case.arguments(), **changes}
+    with pytest.raises(error) as e:
+        kda_fused_decode(state_indices=torch.tensor([1, 2]), backend=backend, **args)
+    assert str(e.value).startswith(sentence) and "\n" not in str(e.value)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("N, S", [(1, 1), (64, 1), (4, 4)])
 def test_real_sizes(backend, N, S, device):

@@ -278,10 +278,17 @@ def flatten_rows(t: torch.Tensor) -> torch.Tensor:
     return t.flatten(0, 1)
 
 
+def why_not_device(device_type: str) -> str | None:
+    """None when the kernels run on such a device, otherwise one sentence."""
+    if device_type == "cuda" or (device_type == "cpu" and interpreted()):
+        return None
+    return f"the Triton recurrence needs a GPU (or TRITON_INTERPRET=1 set before import), and q is on {device_type}"
+
+
 def why_not(problem: Problem) -> str | None:
     """None when `recurrent` serves the problem, otherwise one sentence."""
-    if problem.device_type != "cuda" and not (problem.device_type == "cpu" and interpreted()):
-        return f"the Triton recurrence needs a GPU (or TRITON_INTERPRET=1 set before import), and q is on {problem.device_type}"
+    if reason := why_not_device(problem.device_type):
+        return reason
     if problem.dtype not in FLOAT_DTYPES:
         return f"the Triton recurrence computes in fp32, so it does not serve {problem.dtype}"
     if problem.needs_grad:
