@@ -109,6 +109,8 @@ def recurrent_in_pool(
         raise fail("q's shape", list(q.shape), "[B, T, H, K]")
     if cu_seqlens is not None:
         _check_bounds(cu_seqlens, cu_seqlens_cpu, q.shape[1])
+    elif cu_seqlens_cpu is not None:
+        raise fail("cu_seqlens_cpu", "given", "None without cu_seqlens")
     if state_indices is None:
         N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
         if state_pool.dim() == 0 or state_pool.shape[0] != N:
@@ -346,8 +348,7 @@ def _prefill(
     )  # fmt: skip
 
     def forward(tensors: Sequence[torch.Tensor], S: torch.Tensor, cu: torch.Tensor, cu_cpu: torch.Tensor | None) -> tuple:
-        known = cu_cpu is not None or cu.device.type == "cpu"
-        problem, inputs = call(*tensors, initial_state=S, cu_seqlens=cu, cu_seqlens_cpu=cu_cpu, check_lengths=known)
+        problem, inputs = call(*tensors, initial_state=S, cu_seqlens=cu, cu_seqlens_cpu=cu_cpu, check_lengths=cu_cpu is not None)
         return backends.module(backends.choose(problem, backend)).forward(problem, inputs)[:2]
 
     S = pool.gather_states(state_pool, state_indices, has_initial_state, pad_slot)

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import torch
 
-from openkda.problem import FLOAT_DTYPES, MAX_HEAD_DIM, fail
+from openkda.problem import FLOAT_DTYPES, MAX_HEAD_DIM, check_lower_bound, fail
 
 STATE_DTYPES = (torch.float32, torch.bfloat16)
 INDEX_DTYPES = (torch.int32, torch.int64)
@@ -148,8 +148,7 @@ def check_like(name: str, t: Layout | None, shape: tuple[int, ...], dtypes: tupl
 def check_gate(A_log: Layout | None, dt_bias: Layout | None, HV: int, K: int, options: Options) -> str:
     """The kind of gate. A_log [HV] or [1, 1, HV, 1], dt_bias [HV * K] or [HV, K], lower_bound in [-5, 0) or None."""
     lower_bound = options.lower_bound
-    if lower_bound is not None and not -5.0 <= lower_bound < 0.0:
-        raise fail("lower_bound", lower_bound, "in [-5, 0), or None for the softplus gate")
+    check_lower_bound(lower_bound)
     if not options.gate_in_kernel:
         if A_log is not None or dt_bias is not None:
             raise fail("dt_bias" if A_log is None else "A_log", "given", "None unless use_gate_in_kernel=True: g is the log decay itself")

@@ -7,6 +7,7 @@ from serving_case import TOKENS, assert_matches, assert_untouched, check, make
 from openkda import fused_recurrent_kda, kda_decode
 from openkda.portable.decode import config
 from openkda.reference import prepare
+from openkda.serving import recurrent_in_pool
 from openkda.testing import make_case
 
 pytestmark = pytest.mark.parametrize("backend", ["portable", "torch"])
@@ -329,6 +330,13 @@ def test_states_in_place_are_checked_as_any_other_call(backend, device):
     if device.type == "cpu":
         refused("at most T = 4", packed, cu_seqlens=torch.tensor([0, 2, 9]))
         refused("cu_seqlens[2] is 1", packed, cu_seqlens=torch.tensor([0, 2, 1]))
+    options = dict.fromkeys(("A_log", "dt_bias", "scale", "state_indices", "num_accepted", "out", "lower_bound"))
+    stages = dict.fromkeys(("use_gate_in_kernel", "use_qk_l2norm_in_kernel", "use_beta_sigmoid_in_kernel", "allow_neg_eigval"), False)
+    options |= dict(state_pool=case.pool[:2], cu_seqlens=torch.tensor([0, 2, 4], device=device), state_v_first=True, backend=backend)
+    with pytest.raises(ValueError, match="at most T = 4"):
+        recurrent_in_pool(*packed, **options, **stages, cu_seqlens_cpu=torch.tensor([0, 2, 9]))
+    with pytest.raises(ValueError, match="cu_seqlens_cpu is given; it must be None without cu_seqlens"):
+        recurrent_in_pool(*tokens, **{**options, "cu_seqlens": None}, **stages, cu_seqlens_cpu=torch.tensor([0, 2, 4]))
     assert_untouched(case, set())
 
 
