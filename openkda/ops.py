@@ -155,7 +155,7 @@ def fused_recurrent_kda(
     if inplace_final_state or state_indices is not None:
         o = recurrent_in_pool(
             q, k, v, g, beta, A_log=A_log, dt_bias=dt_bias, scale=scale, state_pool=initial_state, state_indices=state_indices,
-            num_accepted=num_accepted, cu_seqlens=cu_seqlens, out=out, use_gate_in_kernel=use_gate_in_kernel,
+            num_accepted=num_accepted, cu_seqlens=cu_seqlens, cu_seqlens_cpu=cu_seqlens_cpu, out=out, use_gate_in_kernel=use_gate_in_kernel,
             use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
             allow_neg_eigval=allow_neg_eigval, lower_bound=lower_bound, state_v_first=state_v_first, backend=backend,
         )  # fmt: skip
@@ -170,6 +170,8 @@ def fused_recurrent_kda(
     o, final_state = backends.recurrent(backends.choose_recurrent(problem, backend))(problem, inputs)
     if out is None:
         return o, final_state
+    if not isinstance(out, torch.Tensor):
+        raise TypeError(f"out is a {type(out).__name__}; it must be a torch.Tensor or None")
     if out.shape != o.shape or out.dtype != o.dtype:
         raise fail("out", f"{list(out.shape)} {out.dtype}", f"{list(o.shape)} {o.dtype}, as o")
     return out.copy_(o), final_state

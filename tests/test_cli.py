@@ -207,7 +207,12 @@ def test_no_damage_gives_anything_but_a_sentence(recording, data):
 def test_files_and_options_that_cannot_be_used(tmp_path, recording):
     assert "cannot be read: No such file" in refused("run", tmp_path / "none.safetensors")
     assert "is not a file" in refused("run", tmp_path)
-    assert "is the recording itself" in refused("run", recording, "--out", recording)
+    assert "is both the recording and --out" in refused("run", recording, "--out", recording)
+    picture = tmp_path / "same.png"
+    assert "is both --out and the picture same.png" in refused("run", recording, "--out", picture, "--plot", picture)
+    assert not picture.exists()
+    assert "cannot be written" in refused("run", recording, "--out", tmp_path / ("a" * 300))
+    assert "head count is 0" in refused("explain", "--HV", 0)
     assert "is a directory" in refused("run", recording, "--out", tmp_path)
     assert "cannot be written" in refused("run", recording, "--out", recording / "below" / "o.safetensors")
     assert "must be a directory or a .png file" in refused("run", recording, "--plot", tmp_path / "x.jpg")

@@ -95,7 +95,7 @@ def describe_call(
             if min(lengths) < 0:
                 raise fail("lengths", list(lengths), "at least 0 each")
             B, T = 1, sum(lengths)
-        HV, V, N = HV or H, V or K, B if lengths is None else len(lengths)
+        HV, V, N = H if HV is None else HV, K if V is None else V, B if lengths is None else len(lengths)
         meta = lambda *shape, dtype=dtype: torch.empty(*shape, dtype=DTYPES[dtype], device="meta")
         in_kernel = gate != "none"
         problem, _ = describe(

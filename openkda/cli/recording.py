@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -169,7 +170,7 @@ def replacing(path: Path) -> Iterator[Path]:
     """A temporary file beside `path` that takes its place when the block ends well, and is removed when it does not.
 
     Entered before the work starts, so that an output that cannot be written is refused before anything is computed."""
-    if path.is_dir():
+    if os.path.isdir(path):  # which, unlike Path.is_dir, takes a name that is too long
         raise BadInput(f"{path} cannot be written: it is a directory")
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}{path.suffix}")
     made = [folder for folder in (path.parent, *path.parent.parents) if not folder.exists()]
@@ -184,11 +185,20 @@ def replacing(path: Path) -> Iterator[Path]:
         temporary.chmod(mode)
         temporary.replace(path)
     finally:
-        if temporary.exists():
+        with suppress(OSError):  # moved away by now, or never made (a name too long)
             temporary.unlink()
         for folder in made:
             with suppress(OSError):  # holds the result, or somebody else's file
                 folder.rmdir()
+
+
+def distinct(paths: dict[str, Path]) -> None:
+    """Refuse a call of which two files, named by their role, are one: the later would overwrite the earlier."""
+    seen: dict[Path, str] = {}
+    for role, path in paths.items():
+        other = seen.setdefault(path.resolve(), role)
+        if other != role:
+            raise BadInput(f"{path} is both {other} and {role}; give them different names")
 
 
 def write(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:

@@ -127,16 +127,16 @@ def run(
     with refusals():
         name = backends.choose(problem, backend)
     out = Path(f"{path.stem}_out.safetensors") if out is None else out
-    if out.exists() and out.samefile(path):
-        raise BadInput(f"{out} is the recording itself; --out must be another file")
     if plot is not None and not problem.B * problem.T:
         raise BadInput(f"{path} holds no token, so there is nothing to draw: leave --plot out")
     subjects = ("decay", "state", "error") if check else ("decay", "state")
+    pictures = picture_files(plot, path.stem, subjects)
+    files.distinct({"the recording": path, "--out": out, **{f"the picture {p.name}": p for p in pictures}})
     call = recorded.call(device)
     checks: list[Check] = []
     with ExitStack() as outputs, torch.no_grad(), progress() as bar:
         partial = outputs.enter_context(files.replacing(out))
-        pictures = {target: outputs.enter_context(files.replacing(target)) for target in picture_files(plot, path.stem, subjects)}
+        drawn = [outputs.enter_context(files.replacing(target)) for target in pictures]
         measured = measure(call, name, bar)
         exact = twin = None
         if check:
@@ -145,7 +145,7 @@ def run(
         if plot is not None:
             from openkda.cli import plots
 
-            shown = dict(zip(pictures.values(), split(subjects, len(pictures))))
+            shown = dict(zip(drawn, split(subjects, len(drawn))))
             true, rounded = (exact[0], twin[0]) if check else (None, None)
             plots.draw(recorded, problem, call, name, measured.o, true, rounded, shown)
         metadata = {"source": path.name, "backend": name, "openkda": openkda.__version__, **recorded.provenance}
