@@ -12,7 +12,7 @@ NEWEST := .venv-newest
 RECORDING := examples/data/kda_layer.safetensors
 PIP := -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: setup demo test lint format test-newest-triton clean
+.PHONY: setup demo test coverage lint format test-newest-triton clean
 
 setup: $(STAMP)
 
@@ -30,6 +30,10 @@ demo: $(STAMP)
 
 # One torch thread per worker, so that two workers share two cores.
 test: $(STAMP)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist worksteal -q
+
+# Apart from test: tracing doubles the time that Triton's interpreter takes.
+coverage: $(STAMP)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist worksteal --cov --cov-report=term --cov-report=xml -q
 
 lint: $(STAMP)
