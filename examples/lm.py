@@ -106,7 +106,8 @@ def main(arguments: list[str] | None = None) -> dict:
     test_windows = [windows(held_out, **shape, seed=options.seed, step=-1 - i) for i in range(4)]
     history = fit(
         model,
-        lambda step: loss_of(model, windows(train, **shape, seed=options.seed, step=step)),
+        lambda step: (windows(train, **shape, seed=options.seed, step=step),),
+        lambda tokens: loss_of(model, tokens),
         options=options,
         evaluate=lambda: sum(loss_of(model, w).item() for w in test_windows) / len(test_windows),
         eval_name="held-out nats/byte",

@@ -15,6 +15,7 @@ import argparse
 import json
 import sys
 from datetime import datetime, timezone
+from functools import partial
 
 import numpy as np
 import torch
@@ -55,19 +56,23 @@ def mqar(random: np.random.Generator, batch: int, length: int) -> tuple[np.ndarr
 def stack(random: np.random.Generator, batch: int, length: int) -> tuple[np.ndarray, np.ndarray]:
     """Operations of three tokens: push (0) or pop (1), a stack (2..65), a symbol (66..129); half of them pops where possible."""
     rows, operations = np.arange(batch), length // 3
-    content = np.zeros((batch, STACKS, operations), np.int64)
-    depth = np.zeros((batch, STACKS), np.int64)
+    content = np.zeros((batch, STACKS, operations), np.int16)
+    depth = np.zeros((batch, STACKS), np.int16)
     tokens = np.zeros((batch, operations, 3), np.int64)
     targets = np.full_like(tokens, IGNORE)
+    wish = random.random((operations, batch)) < 0.5
+    order = random.random((operations, batch, STACKS), np.float32)
+    fresh = random.integers(66, 130, (operations, batch))
     for i in range(operations):
-        pop = (random.random(batch) < 0.5) & depth.any(1)
-        order = random.random((batch, STACKS)) + (pop[:, None] & (depth > 0))  # a pop picks among the stacks that hold something
-        which = order.argmax(1)
+        filled = depth > 0
+        pop = wish[i] & filled.any(1)
+        order[i] += pop[:, None] & filled  # a pop picks among the stacks that hold something
+        which = order[i].argmax(1)
         top = depth[rows, which] - pop
-        symbol = np.where(pop, content[rows, which, top], random.integers(66, 130, batch))
+        symbol = np.where(pop, content[rows, which, top], fresh[i])
         content[rows, which, top] = symbol
         depth[rows, which] = top + ~pop
-        tokens[:, i] = np.stack([pop.astype(np.int64), which + 2, symbol], 1)
+        tokens[:, i, 0], tokens[:, i, 1], tokens[:, i, 2] = pop, which + 2, symbol
         targets[:, i, 1] = np.where(pop, symbol, IGNORE)
     return tokens.reshape(batch, -1), targets.reshape(batch, -1)
 
@@ -75,22 +80,21 @@ def stack(random: np.random.Generator, batch: int, length: int) -> tuple[np.ndar
 TASKS = {"palindrome": (palindrome, 33), "mqar": (mqar, 1024), "stack": (stack, 130)}  # generator, vocabulary
 
 
-class Batches(Dataset):
-    """Batch `step` of a task, drawn from the seed and the step alone."""
+def length_at(step: int, *, length: int, start: int, stage: int) -> int:
+    """Tokens a sequence at a step: `start`, doubled after every `stage` steps up to `length`."""
+    return min(length, start * 2 ** min(step // stage, 30))
 
-    def __init__(self, task: str, batch: int, length: int, seed: int):
-        self.make, self.shape, self.seed = TASKS[task][0], (batch, length), seed
+
+class Batches(Dataset):
+    """Batch `step` of a task, drawn from the seed and the step alone; shorter sequences come in larger batches of as many tokens."""
+
+    def __init__(self, task: str, batch: int, length: int, seed: int, *, start: int, stage: int):
+        self.make, self.batch, self.length, self.seed, self.start, self.stage = TASKS[task][0], batch, length, seed, start, stage
 
     def __getitem__(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-        tokens, targets = self.make(np.random.default_rng((self.seed, step)), *self.shape)
+        length = length_at(step, length=self.length, start=self.start, stage=self.stage)
+        tokens, targets = self.make(np.random.default_rng((self.seed, step)), self.batch * (self.length // length), length)
         return torch.from_numpy(np.ascontiguousarray(tokens)), torch.from_numpy(np.ascontiguousarray(targets))
-
-
-def predict(model: KDAForCausalLM, tokens: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits [n, vocabulary] at the n positions that have a target, and those targets [n]."""
-    asked = targets != IGNORE
-    hidden = model.model(tokens, use_cache=False).last_hidden_state
-    return model.lm_head(hidden[asked]), targets[asked]
 
 
 def main(arguments: list[str] | None = None) -> dict:
@@ -104,6 +108,8 @@ def main(arguments: list[str] | None = None) -> dict:
     parser.add_argument("--lower-bound", type=float, default=None, help="bounded gate with this bound (default: softplus gate)")
     parser.add_argument("--backend", default=None, help="kernel backend of the KDA layers (default: the best that serves)")
     parser.add_argument("--stop-at", type=float, default=0.999, help="end once this accuracy is reached (default 0.999)")
+    parser.add_argument("--start-length", type=int, default=None, help="tokens a sequence at first (default: --length throughout)")
+    parser.add_argument("--stage", type=int, default=500, help="steps after which that length doubles, up to --length (default 500)")
     parser.add_argument("--workers", type=int, default=0, help="processes that make the data (default 0: this one)")
     options = parser.parse_args(arguments)
 
@@ -121,27 +127,30 @@ def main(arguments: list[str] | None = None) -> dict:
         kda_backend=options.backend,
     )
     model = KDAForCausalLM(config).to(options.device)
-    batches = Batches(options.task, options.batch, options.length, options.seed)
+    start = options.length if options.start_length is None else options.start_length
+    data = partial(Batches, options.task, options.batch, options.length, stage=options.stage)
+    batches, test = data(options.seed, start=start), data(options.seed + 2**31, start=options.length)
     on_device = lambda pair: tuple(x.to(options.device, non_blocking=True) for x in pair)
-    held_out = [on_device(Batches(options.task, options.batch, options.length, options.seed + 2**31)[i]) for i in range(4)]
+    held_out = [on_device(test[i]) for i in range(4)]
     stream = None
 
-    def loss_at(step: int) -> torch.Tensor:
+    def batch_at(step: int) -> tuple[torch.Tensor, ...]:
         nonlocal stream
         if stream is None:  # a resumed run starts at its own step
             loader = DataLoader(batches, batch_size=None, sampler=range(step, options.steps), num_workers=options.workers)
             stream = iter(loader)
-        logits, targets = predict(model, *on_device(next(stream)))
-        return F.cross_entropy(logits.float(), targets)
+        return on_device(next(stream))
+
+    logits_of = lambda tokens: model(tokens, use_cache=False).logits  # [B, T, vocabulary]
+
+    def loss_of(tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(logits_of(tokens).flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORE)
 
     def accuracy() -> float:
-        right, count = 0, 0
-        for pair in held_out:
-            logits, targets = predict(model, *pair)
-            right, count = right + (logits.argmax(-1) == targets).sum().item(), count + targets.numel()
-        return right / count
+        right = sum((logits_of(tokens).argmax(-1) == targets).sum() for tokens, targets in held_out)  # IGNORE is no symbol
+        return right.item() / sum((targets != IGNORE).sum().item() for _, targets in held_out)
 
-    history = fit(model, loss_at, options=options, evaluate=accuracy, eval_name="accuracy", stop_at=options.stop_at)
+    history = fit(model, batch_at, loss_of, options=options, evaluate=accuracy, eval_name="accuracy", stop_at=options.stop_at)
     summary = {
         "task": options.task,
         "command": "python examples/synthetic.py " + " ".join(sys.argv[1:] if arguments is None else arguments),

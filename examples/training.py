@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import time
@@ -41,11 +42,65 @@ def add_training_arguments(parser: argparse.ArgumentParser, *, steps: int, batch
 
 
 def adamw(model: nn.Module, lr: float, weight_decay: float = 0.1) -> torch.optim.AdamW:
-    """AdamW with weight decay on matrices only: not on norms, biases and the two decay parameters of KDA."""
-    matrices = [p for p in model.parameters() if p.dim() >= 2]
-    others = [p for p in model.parameters() if p.dim() < 2]
-    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), eps=1e-8)
+    """AdamW with weight decay on matrices only: not on norms, biases and the two decay parameters of KDA.
+
+    The learning rate is a tensor on the model's device, which a recorded step reads at every replay.
+    """
+    device = next(model.parameters()).device
+    decays = ([p for p in model.parameters() if p.dim() >= 2], weight_decay), ([p for p in model.parameters() if p.dim() < 2], 0.0)
+    groups = [{"params": found, "weight_decay": decay, "lr": torch.tensor(lr, device=device)} for found, decay in decays]
+    return torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8, fused=device.type == "cuda", capturable=device.type == "cuda")
+
+
+class Step:
+    """One optimiser step: loss, gradients, clipping, update. Call it with a batch (a tuple of tensors); it returns the loss.
+
+    On a GPU the steps after the first `WARM_UP` of a batch shape are replays of a CUDA graph: models of this size cost more time to
+    launch than to run. The returned loss is then overwritten by the next step.
+    """
+
+    WARM_UP = 3  # kernels compile and the optimiser makes its state
+
+    def __init__(self, model: nn.Module, loss_of: Callable[..., Tensor], optimizer: torch.optim.Optimizer, precision: torch.autocast):
+        self.model, self.loss_of, self.optimizer, self.precision = model, loss_of, optimizer, precision
+        self.stream = torch.cuda.current_stream() if precision.device == "cuda" else None
+        self.seen: dict[tuple[torch.Size, ...], int] = {}
+        self.recorded: dict[tuple[torch.Size, ...], tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...], Tensor]] = {}
+
+    def run(self, batch: tuple[Tensor, ...]) -> Tensor:
+        self.optimizer.zero_grad(set_to_none=True)
+        with self.precision:
+            loss = self.loss_of(*batch)
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        return loss.detach()
+
+    def __call__(self, batch: tuple[Tensor, ...]) -> Tensor:
+        shape = tuple(x.shape for x in batch)
+        self.seen[shape] = self.seen.get(shape, 0) + 1
+        if self.stream is None or self.seen[shape] <= self.WARM_UP:
+            return self.run(batch)
+        if shape not in self.recorded:
+            graph, inputs = torch.cuda.CUDAGraph(), tuple(x.clone() for x in batch)
+            self.optimizer.zero_grad(set_to_none=True)
+            with torch.cuda.graph(graph, stream=self.stream):
+                loss = self.run(inputs)
+            self.recorded[shape] = graph, inputs, loss
+        graph, inputs, loss = self.recorded[shape]
+        for kept, x in zip(inputs, batch):
+            kept.copy_(x)
+        graph.replay()
+        return loss
+
+
+def own_stream(device: str) -> contextlib.AbstractContextManager:
+    """On a GPU a stream beside the default one, which cannot be recorded; it starts after what the default stream holds."""
+    if not device.startswith("cuda"):
+        return contextlib.nullcontext()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    return torch.cuda.stream(stream)
 
 
 def learning_rate(progress: float, peak: float) -> float:
@@ -57,7 +112,8 @@ def learning_rate(progress: float, peak: float) -> float:
 
 def fit(
     model: nn.Module,
-    loss_at: Callable[[int], Tensor],
+    batch_at: Callable[[int], tuple[Tensor, ...]],
+    loss_of: Callable[..., Tensor],
     *,
     options: argparse.Namespace,
     evaluate: Callable[[], float],
@@ -67,8 +123,9 @@ def fit(
     """Train `model` in place.
 
     Args:
-        loss_at: step -> loss. It must draw its data from the seed and the step alone, so that a resumed run sees the
-            data that an uninterrupted one would have seen.
+        batch_at: step -> the tensors of its batch, on the model's device. Drawn from the seed and the step alone, so that a resumed
+            run sees the data that an uninterrupted one would have seen.
+        loss_of: (*batch) -> loss. On a GPU it must not wait for the device.
         options: the namespace of `add_training_arguments`.
         evaluate: () -> the figure of merit, called in eval mode without gradients every `eval_every` steps and at the end.
         eval_name: its name, for the bar and the curve.
@@ -102,27 +159,24 @@ def fit(
         history.eval_value.append(value)
         return value
 
-    precision = torch.autocast(torch.device(options.device).type, torch.bfloat16, enabled=torch.device(options.device).type == "cuda")
+    device_type = torch.device(options.device).type
+    precision = torch.autocast(device_type, torch.bfloat16, enabled=device_type == "cuda")
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     spent = history.seconds[-1] if history.seconds else 0.0
     began = time.monotonic() - spent
     model.train()
     value = history.eval_value[-1] if history.eval_value else math.nan
     step = first
-    with Progress(*columns) as progress:
+    with Progress(*columns) as progress, own_stream(options.device):
         task = progress.add_task("training", total=options.steps, completed=first)
+        update = Step(model, loss_of, optimizer, precision)
         while step < options.steps:
             fraction = max(step / options.steps, (time.monotonic() - began) / options.time_limit)
             if fraction >= 1:
                 break
             for group in optimizer.param_groups:
-                group["lr"] = learning_rate(fraction, options.lr)
-            with precision:
-                loss = loss_at(step)
-            loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+                group["lr"].fill_(learning_rate(fraction, options.lr))
+            loss = update(batch_at(step))
             step += 1
             if step % 10 == 0 or step == options.steps:  # reading the loss waits for the device
                 history.step.append(step)
@@ -135,9 +189,9 @@ def fit(
                 save(step)
                 if stop_at is not None and value >= stop_at:
                     break
-    if not history.eval_step or history.eval_step[-1] != step:
-        measure(step)
-    save(step)
+        if not history.eval_step or history.eval_step[-1] != step:
+            measure(step)
+        save(step)
     plot(history, eval_name, options.out / "curve.png")
     return history
 
