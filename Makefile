@@ -10,6 +10,7 @@ PY := .venv/bin/python
 STAMP := .venv/.openkda-installed
 NEWEST := .venv-newest
 RECORDING := examples/data/kda_layer.safetensors
+SOURCES := $(shell find openkda -name '*.py')
 PIP := -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .PHONY: setup demo test coverage lint format test-newest-triton clean
@@ -32,9 +33,19 @@ demo: $(STAMP)
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist worksteal -q
 
-# Apart from test: tracing doubles the time that Triton's interpreter takes.
-coverage: $(STAMP)
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist worksteal --cov --cov-report=term --cov-report=xml -q
+# Apart from test: tracing doubles the time that Triton's interpreter takes. A target per test file: `make -j2 coverage` runs two at a
+# time, and a run that was cut goes on where it stood.
+COVERED := $(patsubst tests/%.py,out/coverage/%.data,$(wildcard tests/test_*.py))
+
+coverage: $(COVERED)
+	$(PY) -m coverage combine --quiet --keep --data-file=.coverage $^
+	$(PY) -m coverage xml --quiet
+	$(PY) -m coverage report
+
+out/coverage/%.data: tests/%.py $(SOURCES) $(STAMP)
+	@mkdir -p $(@D)
+	OMP_NUM_THREADS=1 COVERAGE_FILE=$@.part $(PY) -m pytest -q -p no:xdist --cov --cov-report= $<
+	@mv $@.part $@
 
 lint: $(STAMP)
 	$(PY) -m ruff check .

@@ -30,6 +30,15 @@ def device():
     return torch.device("cuda" if HAS_GPU else "cpu")
 
 
+KERNELS = ["portable", pytest.param("hopper", marks=[pytest.mark.hopper, pytest.mark.gpu])]
+
+
+@pytest.fixture(params=["torch", *KERNELS])
+def backend(request):
+    """Every backend in turn."""
+    return request.param
+
+
 @pytest.fixture(autouse=True)
 def poisoned_empties(monkeypatch):
     """torch.empty and its relatives return NaN, so that an element nobody writes shows."""
