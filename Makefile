@@ -33,8 +33,8 @@ demo: $(STAMP)
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist worksteal -q
 
-# Apart from test: tracing doubles the time that Triton's interpreter takes. A target per test file: `make -j2 coverage` runs two at a
-# time, and a run that was cut goes on where it stood.
+# Apart from test: tracing more than doubles the time that Triton's interpreter takes, so --thin leaves out cases that differ in sizes only.
+# A target per test file: `make -j2 coverage` runs two at a time, and a run that was cut goes on where it stood.
 COVERED := $(patsubst tests/%.py,out/coverage/%.data,$(wildcard tests/test_*.py))
 
 coverage: $(COVERED)
@@ -44,7 +44,7 @@ coverage: $(COVERED)
 
 out/coverage/%.data: tests/%.py $(SOURCES) $(STAMP)
 	@mkdir -p $(@D)
-	OMP_NUM_THREADS=1 COVERAGE_FILE=$@.part $(PY) -m pytest -q -p no:xdist --cov --cov-report= $<
+	OMP_NUM_THREADS=1 COVERAGE_FILE=$@.part $(PY) -m pytest -q -p no:xdist --thin --cov --cov-report= $<
 	@mv $@.part $@
 
 lint: $(STAMP)

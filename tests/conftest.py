@@ -11,7 +11,28 @@ if not HAS_GPU:
 torch.set_num_threads(1)  # the tensors are small: threads that wait for each other on a busy machine take ten times as long
 
 
+def pytest_addoption(parser):
+    parser.addoption("--thin", action="store_true", help="of every test that takes `device`, only the first and the last of its cases")
+
+
+def ends(items):
+    """The first and the last case of every test function, in order."""
+    cases = {}
+    for item in items:
+        cases.setdefault(item.nodeid.split("[")[0], []).append(item)
+    return [item for group in cases.values() for item in dict.fromkeys((group[0], group[-1]))]
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m looks at markers
 def pytest_collection_modifyitems(config, items):
+    for item in items:
+        if "device" in item.fixturenames:
+            item.add_marker("device")
+    if config.getoption("--thin"):
+        runnable = [x for x in items if x.get_closest_marker("device") and not x.get_closest_marker("gpu")]
+        dropped = set(runnable) - set(ends(runnable))
+        config.hook.pytest_deselected(items=list(dropped))
+        items[:] = [item for item in items if item not in dropped]
     capability = torch.cuda.get_device_capability() if HAS_GPU else (0, 0)
     missing = {
         "gpu": not HAS_GPU,
