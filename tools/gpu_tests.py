@@ -49,8 +49,6 @@ def header(commit: str | None) -> dict[str, object]:
         versions={"python": platform.python_version()} | {name: version(name) for name in PACKAGES},
         commit=head or commit,
         uncommitted_changes=bool(output("git", "status", "--porcelain", "--untracked-files=no")) if head else None,
-        if output("git", "rev-parse", "HEAD")
-        else None,
         command="python " + shlex.join(sys.argv),
     )
 
