@@ -230,3 +230,21 @@ def test_context_cost_shows_a_constant_cache_for_kda(tmp_path):
     assert sizes["softmax"][1] == 3 * sizes["softmax"][0] == 4 * 2 * 2 * 8 * 24 * 4  # keys and values
     assert json.loads((tmp_path / "cost.json").read_text())["results"] == results
     assert (tmp_path / "cost.png").exists()
+
+
+@pytest.mark.gpu
+def test_recorded_steps_equal_ordinary_ones(tmp_path, monkeypatch):
+    """Replays read the batch and the learning rate of their own step: the same losses and weights as step by step."""
+    import synthetic
+    import training
+
+    toy = ["palindrome", "--steps", "40", "--hidden", "64", "--heads", "1", "--head-dim", "64", "--batch", "4", "--length", "32"]
+    toy += ["--start-length", "16", "--stage", "20", "--eval-every", "20"]
+    runs = []
+    for name, warm_up in (("recorded", 3), ("ordinary", 1000)):
+        monkeypatch.setattr(training.Step, "WARM_UP", warm_up)
+        synthetic.main([*toy, "--out", str(tmp_path / name)])
+        runs.append(torch.load(tmp_path / name / "state.pt", weights_only=True, map_location="cpu"))
+    assert runs[0]["history"]["loss"] == pytest.approx(runs[1]["history"]["loss"], rel=0.01)
+    start = torch.cat([x.flatten() for x in runs[0]["model"].values()])
+    assert (start - torch.cat([x.flatten() for x in runs[1]["model"].values()])).norm() < 0.02 * start.norm()

@@ -244,3 +244,41 @@ def test_configuration():
         KDAConfig(num_hidden_layers=2, layer_types=[LINEAR])
     with pytest.raises(ValueError, match=r"got .*mamba"):
         KDAConfig(num_hidden_layers=1, layer_types=["mamba"])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bounded", [True, False])
+def test_device_kernels_serve_the_model(bounded):
+    """A hybrid with heads of 128 under autocast: loss and gradients at most twice as far from fp64 as with the torch backend; decoding."""
+    torch.manual_seed(0)
+    sizes = dict(
+        vocab_size=64, hidden_size=128, intermediate_size=192, num_hidden_layers=4, num_heads=2, head_dim=128, num_attention_heads=2,
+        attention_head_dim=64, lower_bound=-5.0 if bounded else None, initializer_range=0.09,
+    )  # fmt: skip
+    exact = KDAForCausalLM(KDAConfig(**sizes)).double().cuda()
+    ids = torch.randint(64, (2, 150), generator=torch.Generator().manual_seed(1)).cuda()
+
+    def loss_and_gradients(model):
+        loss = model(ids, labels=ids).loss
+        return [x.double() for x in (loss, *torch.autograd.grad(loss, list(model.parameters())))]
+
+    expected, found = loss_and_gradients(exact), []
+    for backend in (None, "torch"):
+        model = KDAForCausalLM(KDAConfig(**sizes, kda_backend=backend)).cuda()
+        model.load_state_dict(exact.state_dict())
+        with torch.autocast("cuda", torch.bfloat16):
+            found.append(loss_and_gradients(model))
+    distance = lambda x, y: ((x - y).norm() / y.norm()).item()
+    for name, wanted, kernels, twin in zip(["loss", *dict(exact.named_parameters())], expected, *found, strict=True):
+        assert distance(kernels, wanted) <= 2 * distance(twin, wanted) + 2**-9, name
+
+    model = KDAForCausalLM(KDAConfig(**sizes)).cuda().eval()
+    model.load_state_dict(exact.state_dict())
+    with torch.no_grad():
+        cache = KDAModelCache(model.config)
+        parts = [model(piece, **{CACHE_NAME: cache}).logits for piece in ids.split([100, 1, 1, 48], 1)]
+        torch.testing.assert_close(torch.cat(parts, 1).double(), exact.eval()(ids).logits, rtol=0.02, atol=0.02)
+        text = model.generate(ids[:, :20], max_new_tokens=8, do_sample=False, pad_token_id=0)
+        best = model(text[:, :-1], use_cache=False).logits[:, 19:].topk(2)
+    clear = best.values[..., 0] - best.values[..., 1] > 0.02  # nearly equal logits may fall either way
+    assert clear.any() and torch.equal(best.indices[..., 0][clear], text[:, 20:][clear])
