@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import KERNELS
-from fault_case import BF16, F32, TOKENWISE, check, check_gradients, finest, run, width, with_gate
+from fault_case import BF16, F32, TOKENWISE, check, finest, run, width, with_gate
 
 import openkda
 from openkda import chunk_kda
-from openkda.portable.backward_config import configure_backward
 from openkda.portable.config import configure
 from openkda.testing import Case, assert_close, gradients, make_case, relative_error
 
@@ -206,20 +205,15 @@ def test_40_nothing_is_tuned_by_running_it():
     ids=lambda x: f"K{x['K']}" if isinstance(x, dict) else "",
 )
 @pytest.mark.parametrize("bounded", [True, False])
-def test_41_every_configuration_is_right(device, size, heads, bounded, monkeypatch):
-    """What the portable kernels choose for few heads and for many, one at a time on the same inputs: values and gradients."""
+def test_41_every_configuration_of_the_forward(device, size, heads, bounded, monkeypatch):
+    """What the portable kernels choose for few heads and for many, one at a time on the same inputs. (Gradients: test_gradients.py.)"""
     case = make_case("init", dtype=BF16, bounded=bounded, device=device, **size)
     problem = case.described()[0]
     if device.type == "cpu":
         problem = problem.replace(device_type="cuda", capability=(9, 0))
-    problems = [problem.replace(H=H, HV=H) for H in heads]
-    for forward, backward in dict.fromkeys((configure(p), configure_backward(p)) for p in problems):
-        monkeypatch.setattr(importlib.import_module("openkda.portable.forward"), "configure", lambda _, forward=forward: forward)
-        monkeypatch.setattr(
-            importlib.import_module("openkda.portable.backward"), "configure_backward", lambda _, backward=backward: backward
-        )
+    for config in dict.fromkeys(configure(problem.replace(H=H, HV=H)) for H in heads):
+        monkeypatch.setattr(importlib.import_module("openkda.portable.forward"), "configure", lambda _, config=config: config)
         check(case, "portable")
-        check_gradients(case, "portable")
 
 
 def test_42_lengths_are_no_part_of_a_configuration(device):
