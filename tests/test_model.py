@@ -256,7 +256,7 @@ def test_device_kernels_serve_the_model(bounded):
         attention_head_dim=64, lower_bound=-5.0 if bounded else None, initializer_range=0.09,
     )  # fmt: skip
     exact = KDAForCausalLM(KDAConfig(**sizes)).double().cuda()
-    ids = torch.randint(64, (2, 150), generator=torch.Generator().manual_seed(1)).cuda()
+    ids = torch.randint(1, 64, (2, 150), generator=torch.Generator().manual_seed(1)).cuda()  # 0 pads
 
     def loss_and_gradients(model):
         loss = model(ids, labels=ids).loss
