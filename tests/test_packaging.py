@@ -50,3 +50,11 @@ def test_documents_link_to_files():
     for document in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]:
         for link in re.findall(r"\]\((?!https?:|#)([^)#]+)[^)]*\)", document.read_text()):
             assert (document.parent / link).exists(), f"{document.name} links to {link}"
+
+
+def test_every_fault_names_tests_that_exist():
+    text = (ROOT / "docs/faults.md").read_text()
+    rows = [int(n) for cell in re.findall(r"^\| ([\d, ]+) \|", text, re.M) for n in cell.split(",")]
+    assert rows == list(range(1, 43))
+    for file, name in re.findall(r"`(test_\w+\.py)::(\w+)`", text):
+        assert f"def {name}(" in (ROOT / "tests" / file).read_text(), f"docs/faults.md names {file}::{name}"
