@@ -232,6 +232,23 @@ def test_context_cost_shows_a_constant_cache_for_kda(tmp_path):
     assert (tmp_path / "cost.png").exists()
 
 
+def test_runs_side_by_side(trained, tmp_path):
+    import compare
+
+    folder, summary = trained
+    compare.main([str(tmp_path / "c.png"), f"a={folder}", f"b={folder}", "--json", str(tmp_path / "c.json"), "--merit", "nats"])
+    assert (tmp_path / "c.png").read_bytes()[:4] == b"\x89PNG"
+    written = json.loads((tmp_path / "c.json").read_text())
+    assert written["a"] == written["b"] and written["a"]["summary"] == summary
+    assert written["a"]["history"]["step"] == [10, 20, 24]
+    steps = list(range(10, 10010, 10))
+    assert len(compare.thinned({"step": steps})["step"]) == 167 and compare.thinned({"step": steps})["step"][-1] == 10000
+    with pytest.raises(FileNotFoundError, match=r"neither summary\.json nor train\.json"):
+        compare.main([str(tmp_path / "c.png"), f"a={tmp_path}"])
+    with pytest.raises(SystemExit):
+        compare.main([str(tmp_path / "c.png"), "a"])
+
+
 @pytest.mark.gpu
 def test_recorded_steps_equal_ordinary_ones(tmp_path, monkeypatch):
     """Replays read the batch and the learning rate of their own step: the same losses and weights as step by step."""
