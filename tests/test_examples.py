@@ -242,7 +242,7 @@ def test_runs_side_by_side(trained, tmp_path):
     assert written["a"] == written["b"] and written["a"]["summary"] == summary
     assert written["a"]["history"]["step"] == [10, 20, 24]
     steps = list(range(10, 10010, 10))
-    assert len(compare.thinned({"step": steps})["step"]) == 167 and compare.thinned({"step": steps})["step"][-1] == 10000
+    assert len(compare.thinned({"step": steps})["step"]) == 200 and compare.thinned({"step": steps})["step"][-1] == 10000
     with pytest.raises(FileNotFoundError, match=r"neither summary\.json nor train\.json"):
         compare.main([str(tmp_path / "c.png"), f"a={tmp_path}"])
     with pytest.raises(SystemExit):
