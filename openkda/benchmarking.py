@@ -26,7 +26,7 @@ from openkda import backends
 from openkda.ops import chunk_kda
 from openkda.peers import Args, Call, Peer
 from openkda.problem import Problem
-from openkda.reference import activate_gate
+from openkda.reference import naive_chunk_kda, prepare
 from openkda.testing import Case, gate_logits, relative_error
 from openkda.timing import eager_ms, graph_ms, host_us
 
@@ -36,8 +36,8 @@ GPU_SHAPES = (
 CPU_SHAPES = ("T512_H2", "T2048_H4")
 GATES = ("bounded", "softplus")
 LOWER_BOUND = -5.0
-ORACLE_HEADS = 2  # heads whose results are held against the fp64 recurrence
-ORACLE_TOKENS = 8192  # longest call that is held against it
+ORACLE_HEADS = 2  # heads whose results are held against fp64
+ORACLE_TOKENS = 32768  # longest call that is held against it
 _MIXED = (1300, 547, 2048, 963, 271, 3063)  # sequence lengths of mix6
 _DOCUMENTS = tuple(round(20 * 200 ** (i * 37 % 64 / 63)) for i in range(64))  # of docs64: 20 to 4000 tokens, log-uniform, shuffled
 _NAMED = {"mix6": _MIXED, "docs64": _DOCUMENTS}
@@ -109,25 +109,26 @@ def make_cases(shape: Shape, gates: Sequence[tuple[str, str]], device: torch.dev
 
 @torch.inference_mode()
 def oracles(cases: Sequence[Case], heads: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """What the token recurrence gives in fp64 for the first `heads` q/k heads of each case: o [1, T, *, V] and the final states.
+    """o [1, T, *, V] and the final states of the first `heads` q/k heads of each case, in fp64.
 
-    Heads are independent, so one pass over the tokens serves all cases, their heads side by side. The cases share one shape."""
+    By the chunk algebra of reference.py, equal to the token recurrence within fp64 rounding (tests/test_bench.py) and many times quicker.
+    Heads are independent, so one pass over the chunks serves all cases, their heads side by side. The cases share one shape."""
     values = heads * (cases[0].args["v"].shape[2] // cases[0].args["q"].shape[2])
-    wide: dict[str, list[torch.Tensor]] = {name: [] for name in ("q", "k", "v", "g", "beta", "initial_state")}
+    prepared, states = [], []
     for case in cases:
         x = {n: case.args[n][:, :, :values].double() for n in ("v", "g", "beta")}
         x |= {n: case.args[n][:, :, :heads].double() for n in ("q", "k")}
-        x["g"] = activate_gate(x["g"], case.args["A_log"][:values], case.args["dt_bias"][:values], case.args.get("lower_bound"))
-        x["beta"] = torch.sigmoid(x["beta"])
-        x["initial_state"] = case.args["initial_state"][:, :values].double()
-        for name, tensor in x.items():
-            wide[name].append(tensor)
-    args = {name: torch.cat(tensors, 1 if name == "initial_state" else 2) for name, tensors in wide.items()}
-    args |= {
-        n: cases[0].args[n] for n in ("cu_seqlens", "use_qk_l2norm_in_kernel", "output_final_state", "state_v_first") if n in cases[0].args
-    }
-    o, S = Case(args, "any").oracle
-    return list(zip(o.split(values, 2), S.split(values, 1)))
+        lower_bound = case.args.get("lower_bound")
+        prepared.append(prepare(
+            **x, A_log=case.args["A_log"][:values], dt_bias=case.args["dt_bias"][:values], lower_bound=lower_bound,
+            gate="softplus" if lower_bound is None else "bounded", qk_l2norm=True, beta_sigmoid=True, neg_eigval=False,
+        ))  # fmt: skip
+        states.append(case.args["initial_state"][:, :values].double().mT)
+    lengths = cases[0].lengths or (cases[0].args["q"].shape[1],)
+    sequences = zip(*(torch.cat(tensors, 2).split(lengths, 1) for tensors in zip(*prepared)), torch.cat(states, 1).split(1))
+    found = [naive_chunk_kda(*tensors, initial_state=S, output_final_state=True, chunk_size=32) for *tensors, S in sequences]
+    o, S = (torch.cat(parts, dim) for parts, dim in zip(zip(*found), (1, 0)))
+    return list(zip(o.split(values, 2), S.mT.split(values, 1)))
 
 
 def floor_bytes(p: Problem) -> int:
@@ -215,9 +216,7 @@ class Cell:
     device: torch.device
     bandwidth: float  # bytes per second
     case: Case
-    oracle: (
-        tuple[torch.Tensor, torch.Tensor] | None
-    )  # fp64 o and final states of the first heads; None for a call too long for a token loop
+    oracle: tuple[torch.Tensor, torch.Tensor] | None  # fp64 o and final states of the first heads; None for a call too long for it
 
     @property
     def problem(self) -> Problem:

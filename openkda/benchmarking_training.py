@@ -13,7 +13,7 @@ from functools import partial
 import torch
 
 from openkda import backends
-from openkda.benchmarking import ORACLE_HEADS, ORACLE_TOKENS, Benchmark, Implementation, Row, Shape, floor_bytes, make_cases, row_of, twice
+from openkda.benchmarking import ORACLE_HEADS, Benchmark, Implementation, Row, Shape, floor_bytes, make_cases, row_of, twice
 from openkda.ops import chunk_kda
 from openkda.peers import Args, Peer, Training
 from openkda.problem import Problem
@@ -23,6 +23,7 @@ from openkda.timing import eager_ms, graph_ms, host_us
 
 GPU_SHAPES = ("T8192_H32", "T32768_H16", "2x4096_H64", "docs64_H32")
 CPU_SHAPES = ("T512_H2",)
+ORACLE_TOKENS = 8192  # longest call whose gradients are held against fp64
 LEAVES = ("q", "k", "v", "g", "beta", "A_log", "dt_bias")
 
 

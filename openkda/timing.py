@@ -70,10 +70,15 @@ def graph_ms(calls: Sequence[Call], estimate_ms: float, replays: int = 5, target
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     alive: deque[object] = deque(maxlen=len(calls))
-    with torch.cuda.graph(graph):
-        for _ in range(rounds):
-            for call in calls:
-                alive.append(call())
+    with torch.cuda.stream(side):  # torch.cuda.graph would also collect garbage and empty the allocator's cache each time
+        graph.capture_begin()
+        try:
+            for _ in range(rounds):
+                for call in calls:
+                    alive.append(call())
+        finally:
+            graph.capture_end()
+    torch.cuda.current_stream().wait_stream(side)
     graph.replay()
     device = torch.device("cuda")
     return statistics.median(elapsed_ms(graph.replay, device) for _ in range(replays)) / (rounds * len(calls))

@@ -328,7 +328,7 @@ def test_without_a_gpu(monkeypatch):
     assert result.exit_code == 2 and "no GPU" in result.output and "--device cpu" in result.output
 
 
-def test_interrupt_leaves_nothing(tmp_path, monkeypatch):
+def test_interrupt_keeps_the_rows_so_far(tmp_path, monkeypatch):
     def interrupted(*args, **kwargs):
         yield measure(toy_cell(), our("torch"))
         raise KeyboardInterrupt
@@ -336,7 +336,9 @@ def test_interrupt_leaves_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(benchmarking.Benchmark, "run", interrupted)
     result = command("--device", "cpu", "--shapes", TOY, "--json", tmp_path / "new" / "out.json", "--plot", tmp_path / "p.png")
     assert result.exit_code == 130, result.output
-    assert list(tmp_path.iterdir()) == []
+    assert [path.name for path in tmp_path.rglob("*")] == ["new", "out.json"]
+    report = json.loads((tmp_path / "new" / "out.json").read_text())
+    assert len(report["rows"]) == 1 and report["rows_asked"] == 6
 
 
 def test_peers_option(monkeypatch):

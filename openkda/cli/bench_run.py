@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict
 from datetime import datetime, timezone
@@ -39,7 +40,9 @@ def run_bench(
     *, training: bool, shapes: str, regimes: str, gates: str, ours: str, peers: str, device: str, json_path: Path | None,
     plot_path: Path | None, host: bool, limit: float | None, commit: str | None,
 ) -> None:  # fmt: skip
-    """Check every option, time, show, write. Files appear whole at the end or not at all. BadInput for an option that cannot be used."""
+    """Check every option, time, show, write. BadInput for an option that cannot be used.
+
+    The JSON file is written anew, whole, after every row, so that a run that is cut short keeps what it measured; the plot at the end."""
     where = _device(device)
     what = TRAINING if training else FORWARD
     names = _names("shapes", shapes, all_=what.cpu_shapes if where.type == "cpu" else what.gpu_shapes, parsed=True)
@@ -55,13 +58,23 @@ def run_bench(
         report = _header(now, where, impls, commit) | dict(benchmark=what.name)
         console.print(_headline(report))
         asked = prod(map(len, cells)) * len(impls)
-        rows = _timed(console, what, cells, impls, where, report, host, limit, asked)
+        report["rows_asked"] = asked
+
+        def save(rows: list[Row], path: Path) -> None:
+            report.update(seconds=round(time.time() - now.timestamp(), 1), rows=[_plain(row) for row in rows])
+            path.write_text(json.dumps(report, indent=1) + "\n")
+
+        def keep(rows: list[Row]) -> None:
+            if json_path:
+                with replacing(json_path) as part:
+                    save(rows, part)
+
+        rows = _timed(console, what, cells, impls, where, report, host, limit, asked, keep)
         _print_reasons(console, rows)
         if len(rows) < asked:
             console.print(f"{asked - len(rows)} of {asked} rows were not started within {limit:g} seconds.")
-        report.update(rows_asked=asked, seconds=round(time.time() - now.timestamp(), 1), rows=[_plain(row) for row in rows])
         if json_file:
-            json_file.write_text(json.dumps(report, indent=1) + "\n")
+            save(rows, json_file)
         if plot_file:
             from openkda.cli.bench_plot import draw
 
@@ -119,9 +132,9 @@ def _peers(what: Benchmark, text: str, where: torch.device) -> list[Implementati
 
 def _timed(
     console: Console, what: Benchmark, cells: tuple[list[Shape], list[str], list[str]], impls: list[Implementation], where: torch.device,
-    report: dict[str, object], host: bool, limit: float | None, asked: int,
+    report: dict[str, object], host: bool, limit: float | None, asked: int, keep: Callable[[list[Row]], None],
 ) -> list[Row]:  # fmt: skip
-    """Rows of the whole run, the table of each shape printed when its last row is there."""
+    """Rows of the whole run, handed to `keep` after each; the table of each shape printed when its last row is there."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     started = time.monotonic()
     rows: list[Row] = []
@@ -138,6 +151,7 @@ def _timed(
             if rows and rows[-1].shape != row.shape:
                 console.print(_table(rows, rows[-1].shape))
             rows.append(row)
+            keep(rows)
             progress.update(task, advance=1, description=f"{row.shape} {row.gate} {row.regime} {row.impl}")
         if rows:
             console.print(_table(rows, rows[-1].shape))
