@@ -1,0 +1,97 @@
+"""Runs the Hopper kernels under compute-sanitizer (CUDA toolkit) at small shapes and writes what its tools say.
+
+python tools/sanitize.py --json benchmarks/results
+
+Needs a GPU of compute capability 9.0. Every tool runs every case in a process of its own, without torch's caching allocator, so that an
+access one byte outside a tensor is one outside an allocation. Exit code 1 when a tool reports anything."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime, timezone
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+
+from openkda import chunk_kda
+from openkda.testing import make_case
+
+TOOLS = ("memcheck", "racecheck", "synccheck")
+CASES = {  # arguments of make_case
+    "tail of a block": dict(regime="random", T=75, B=2, H=2),
+    "ragged": dict(regime="mixed", lengths=(5, 0, 33, 130, 1, 64), H=2),
+    "segments, tails suffice": dict(regime="random", T=520, H=4),
+    "segments, tails do not": dict(regime="init", T=520, H=4),
+    "summaries": dict(regime="init", T=1100, H=2),
+    "unbounded gate": dict(regime="init", T=75, H=2, bounded=False),
+    "K-first bf16 states, grouped values": dict(regime="init", T=75, H=2, HV=4, state_v_first=False, state_dtype=torch.bfloat16),
+    "fp16, half heads": dict(regime="init", T=75, H=2, K=64, V=64, dtype=torch.float16),
+}
+
+
+def run_case(name: str) -> None:
+    """One call, waited for."""
+    args = {**dict(K=128, dtype=torch.bfloat16, state_v_first=True, device="cuda"), **CASES[name]}
+    case = make_case(args.pop("regime"), **args)
+    with torch.inference_mode():
+        chunk_kda(**case.args, backend="hopper")
+    torch.cuda.synchronize()
+
+
+def verdict(tool: str, name: str, seconds: int) -> dict[str, object]:
+    """What one tool says of one case: its summary line, and the first lines of what it found."""
+    command = ["compute-sanitizer", "--tool", tool, sys.executable, __file__, "--case", name]
+    environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=seconds)
+    except subprocess.TimeoutExpired:
+        return dict(tool=tool, case=name, summary=None, clean=False, found=[f"no end within {seconds} seconds"])
+    lines = [line.removeprefix("=========").strip() for line in done.stdout.splitlines() if line.startswith("=========")]
+    summary = next((line for line in reversed(lines) if "SUMMARY" in line), None)
+    clean = done.returncode == 0 and summary is not None and not re.search(r"[1-9]\d* (error|hazard)", summary)
+    found = [] if clean else [line for line in lines if line][:12] + done.stderr.strip().splitlines()[-3:]
+    return dict(tool=tool, case=name, summary=summary, clean=clean, found=found)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="directory or file for the results")
+    parser.add_argument("--tools", nargs="+", choices=TOOLS, default=list(TOOLS))
+    parser.add_argument("--seconds", type=int, default=300, help="limit of one tool on one case")
+    parser.add_argument("--jobs", type=int, default=6, help="processes at a time")
+    parser.add_argument("--commit", help="commit to record where the sources have no git history beside them")
+    parser.add_argument("--case", choices=CASES, help="run this case, without a tool, and end")
+    arguments = parser.parse_args()
+    if arguments.case:
+        run_case(arguments.case)
+        return
+    for name in CASES:  # compiles what the tools are to watch
+        run_case(name)
+    wanted = [(tool, name) for tool in arguments.tools for name in CASES]
+    with ThreadPoolExecutor(arguments.jobs) as pool:
+        rows = list(pool.map(lambda pair: verdict(*pair, arguments.seconds), wanted))
+    for row in rows:
+        print(f"{row['tool']}, {row['case']}: {row['summary']}", *row["found"], sep="\n    ", flush=True)
+    if arguments.json:
+        git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent)
+        now = datetime.now(timezone.utc)
+        report = dict(
+            date=now.isoformat(timespec="seconds"), device=torch.cuda.get_device_name(), commit=git.stdout.strip() or arguments.commit,
+            versions=dict(torch=torch.__version__, triton=version("triton"), python=platform.python_version()),
+            command="python tools/sanitize.py " + " ".join(sys.argv[1:]), rows=rows,
+        )  # fmt: skip
+        path = arguments.json if arguments.json.suffix == ".json" else arguments.json / f"{now:%Y-%m-%d}-sanitizer.json"
+        path.write_text(json.dumps(report, indent=1) + "\n")
+    sys.exit(not all(row["clean"] for row in rows))
+
+
+if __name__ == "__main__":
+    main()
