@@ -13,8 +13,10 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.bias import causal_lower_right
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
+from transformers.cache_utils import DynamicLayer
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
@@ -184,8 +186,38 @@ class Block(GradientCheckpointingLayer):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
+def extended(held: Tensor, new: Tensor) -> Tensor:
+    """held [B, heads, n, D] followed by new [B, heads, t, D]: a view of held's own storage where that has room behind its last
+    token, else of new storage with a quarter more room than it needs, so that a decoding step copies its own token alone."""
+    B, heads, t, D = new.shape
+    n = held.shape[2] if held.dim() == 4 else 0
+    row = held.stride(1) if n else 0  # elements from one head's tokens to the next's, n D where there is no room
+    room = n and held.stride() == (heads * row, row, D, 1) and row >= (n + t) * D and held.storage_offset() % row == 0
+    if room and (held.storage_offset() + B * heads * row) * held.element_size() <= held.untyped_storage().nbytes():
+        whole = held.as_strided((B, heads, n + t, D), held.stride(), held.storage_offset())
+    else:
+        whole = new.new_empty(B, heads, n + t + max((n + t) // 4, 64), D)[:, :, : n + t]
+        if n:
+            whole[:, :, :n] = held
+    whole[:, :, n:] = new
+    return whole
+
+
+class GrowingLayer(DynamicLayer):
+    """transformers' layer of keys and values, written in place. Calls with gradients or in a compiled graph concatenate as it does."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
+        if torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return super().update(key_states, value_states, *args, **kwargs)
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self.keys, self.values = extended(self.keys, key_states), extended(self.values, value_states)
+        return self.keys, self.values
+
+
 class KDAModelCache(DynamicCache):
-    """transformers' cache (keys and values of full-attention layers, states of KDA layers) that also counts its tokens.
+    """transformers' cache (keys and values of full-attention layers, states of KDA layers) that also counts its tokens and appends to
+    keys and values in place.
 
     A plain `DynamicCache(config=config)` serves too, except that a model of KDA layers alone then cannot tell
     `generate` how many tokens it holds.
@@ -193,6 +225,7 @@ class KDAModelCache(DynamicCache):
 
     def __init__(self, config: KDAConfig):
         super().__init__(config=config)
+        self.layers = [GrowingLayer() if type(layer) is DynamicLayer else layer for layer in self.layers]
         self.tokens = 0
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -230,9 +263,10 @@ def write_layer_cache(cache: DynamicCache, layer_idx: int, state: KDACache) -> N
 def full_attention_mask(
     batch: int, tokens: int, past: int, token_mask: Tensor | None, cu_seqlens: Tensor | None, device: torch.device
 ) -> Tensor | None:
-    """Boolean mask [B, 1, T, past+T] of the full-attention layers; None where the plain causal mask does."""
-    if token_mask is None and cu_seqlens is None and (past == 0 or tokens == 1):
-        return None
+    """Mask [B, 1, T, past+T] of the full-attention layers; None where the plain causal mask does, its form for a call that goes on
+    from a cache where that does."""
+    if token_mask is None and cu_seqlens is None:
+        return None if past == 0 or tokens == 1 else causal_lower_right(tokens, past + tokens)
     row = past + torch.arange(tokens, device=device)
     column = torch.arange(past + tokens, device=device)
     mask = (column <= row[:, None]).expand(batch, 1, -1, -1)

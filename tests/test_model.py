@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from openkda.model import CACHE_NAME, KDAConfig, KDAForCausalLM, KDAModel, KDAModelCache
+from openkda.model import CACHE_NAME, KDAConfig, KDAForCausalLM, KDAModel, KDAModelCache, extended
 
 LINEAR, FULL = "linear_attention", "full_attention"
 LAYERS = {"kda": [LINEAR, LINEAR], "hybrid": [LINEAR, FULL], "softmax": [FULL, FULL], "one": [LINEAR]}
@@ -56,10 +56,29 @@ def test_single_precision_decodes_in_place(mix):
     with torch.no_grad():
         parts = [model(ids[:, :6], **{CACHE_NAME: cache}).logits]
         states = [layer.recurrent_states[0] for layer in cache.layers if hasattr(layer, "recurrent_states")]
+        keys = [layer.keys.data_ptr() for layer in cache.layers if hasattr(layer, "keys")]
         parts += [model(piece, **{CACHE_NAME: cache}).logits for piece in ids[:, 6:].split(1, 1)]
+        assert keys == [layer.keys.data_ptr() for layer in cache.layers if hasattr(layer, "keys")]
         torch.testing.assert_close(torch.cat(parts, 1), model(ids).logits, rtol=1e-4, atol=1e-4)
     after = [layer.recurrent_states[0] for layer in cache.layers if hasattr(layer, "recurrent_states")]
     assert all(a is b for a, b in zip(states, after, strict=True))
+
+
+def test_keys_and_values_grow_in_place():
+    """Appended to their own storage while it has room, in any state that a cache's own operations leave them."""
+    torch.manual_seed(0)
+    parts = torch.randn(2, 3, 400, 4).split([100, 20, 1, 1, 278], 2)
+    held, places = torch.tensor([]), []
+    for part in parts:
+        held = extended(held, part)
+        places.append(held.data_ptr())
+    assert torch.equal(held, torch.cat(parts, 2)) and places[0] == places[1] == places[3] != places[4]
+    assert held.untyped_storage().nbytes() == 2 * 3 * 500 * 4 * 4
+    new = torch.randn(2, 3, 2, 4)
+    for view in (held[:, :, :90], held[:1], held[[1, 0]], held[:, :, 7:], held[:, 1:], held.mT.contiguous().mT, held.expand(2, 3, 400, 4)):
+        before, fresh = view.clone(), new[: view.shape[0], : view.shape[1]]
+        expected = torch.cat([before, fresh], 2)
+        assert torch.equal(extended(view, fresh), expected) and torch.equal(view, before)
 
 
 def test_transformers_own_cache_serves():
