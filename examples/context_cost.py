@@ -1,11 +1,11 @@
 """What a token costs as the context grows: KDA against softmax attention, same widths, random weights.
 
     python examples/context_cost.py --out out/context                                    a toy, on a CPU
-    python examples/context_cost.py --out out/context --hidden 512 --layers 6 --heads 4 --head-dim 128 \\
-        --contexts 1024 4096 16384 65536                                                on a GPU
+    python examples/context_cost.py --out out/context --hidden 512 --layers 6 --heads 4 --head-dim 128 --batch 16 \\
+        --contexts 1024 4096 16384 65536 --train-tokens 65536                           on a GPU
 
-For each context length: fill the cache with that many tokens, then decode one token at a time. Writes cost.json and cost.png:
-tokens per second of decoding, and bytes of cache per sequence.
+For each context length: fill the cache with that many tokens of every sequence, then decode one token at a time; and train on
+sequences of that length. Writes cost.json and cost.png: tokens per second of decoding and of training, bytes of cache per sequence.
 """
 
 from __future__ import annotations
@@ -13,19 +13,25 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import time
+from collections.abc import Callable, Iterator
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 
 import torch
+from lm import loss_of
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
+from training import Step, adamw, own_stream
 
 import openkda
 from openkda.model import CACHE_NAME, KDAConfig, KDAForCausalLM, KDAModelCache
 
-PIECE = 8192  # tokens a prefill call, so that a long context needs no more memory than its cache
+PIECE = 8192  # tokens a prefill call, all sequences together, so that a long context needs no more memory than its cache
+TRAINING_STEPS = 4  # timed ones of each length, after the warm-up of `training.Step`
 
 
 def cache_bytes(cache: KDAModelCache) -> int:
@@ -37,25 +43,46 @@ def cache_bytes(cache: KDAModelCache) -> int:
     return sum(x.numel() * x.element_size() for x in held)
 
 
+def waiter(device: str) -> Callable[[], None]:
+    """What waits for the device."""
+    return torch.cuda.synchronize if device.startswith("cuda") else lambda: None
+
+
 @torch.no_grad()
-def measure(model: KDAForCausalLM, context: int, decoded: int, device: str) -> dict[str, float]:
-    """Decode `decoded` tokens after a context of `context` random ones: median tokens per second, cache bytes, prefill seconds."""
-    wait = torch.cuda.synchronize if device.startswith("cuda") else lambda: None
-    tokens = torch.randint(256, (1, context), generator=torch.Generator().manual_seed(context)).to(device)
-    cache = KDAModelCache(model.config)
-    wait()
-    began = time.perf_counter()
-    for piece in tokens.split(PIECE, 1):
-        model(piece, **{CACHE_NAME: cache}, logits_to_keep=1)
-    wait()
-    prefill = time.perf_counter() - began
-    held, seconds = cache_bytes(cache), []
-    for _ in range(decoded):
-        began = time.perf_counter()
-        model(tokens[:, -1:], **{CACHE_NAME: cache})
+def decoding(model: KDAForCausalLM, contexts: list[int], batch: int, decoded: int, device: str) -> Iterator[dict[str, float]]:
+    """Decode `decoded` tokens of `batch` sequences after each context of random tokens: median tokens per second, cache bytes per
+    sequence. One cache grows through the contexts, and the decoded tokens are a part of the next."""
+    wait, cache, held = waiter(device), KDAModelCache(model.config), 0
+    for context in contexts:
+        tokens = torch.randint(256, (batch, context - held), generator=torch.Generator().manual_seed(context)).to(device)
+        for piece in tokens.split(max(PIECE // batch, 1), 1):
+            model(piece, **{CACHE_NAME: cache}, logits_to_keep=1)
+        size, seconds = cache_bytes(cache) / batch, []
         wait()
-        seconds.append(time.perf_counter() - began)
-    return {"context": context, "tokens_per_second": 1 / statistics.median(seconds), "cache_bytes": held, "prefill_seconds": prefill}
+        for _ in range(decoded):
+            began = time.perf_counter()
+            model(tokens[:, -1:], **{CACHE_NAME: cache})
+            wait()
+            seconds.append(time.perf_counter() - began)
+        held = context + decoded
+        yield {"context": context, "tokens_per_second": batch / statistics.median(seconds), "cache_bytes": size}
+
+
+def training(model: KDAForCausalLM, context: int, tokens: int, device: str) -> float:
+    """Tokens per second of training steps on sequences of `context` tokens, `tokens` a step; on a GPU recorded steps under autocast."""
+    kind = torch.device(device).type
+    precision, wait = torch.autocast(kind, torch.bfloat16, enabled=kind == "cuda"), waiter(device)
+    text = torch.randint(256, (max(tokens // context, 1), context + 1), generator=torch.Generator().manual_seed(context)).to(device)
+    with own_stream(device):
+        step = Step(model, lambda ids: loss_of(model, ids), adamw(model, 1e-3), precision)
+        for _ in range(Step.WARM_UP + 1):
+            step((text,))
+        wait()
+        began = time.perf_counter()
+        for _ in range(TRAINING_STEPS):
+            step((text,))
+        wait()
+        return TRAINING_STEPS * (text.numel() - len(text)) / (time.perf_counter() - began)
 
 
 def plot(results: dict[str, list[dict[str, float]]], path: Path) -> None:
@@ -64,17 +91,19 @@ def plot(results: dict[str, list[dict[str, float]]], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4))
-    for name, rows in results.items():
-        contexts = [row["context"] for row in rows]
-        left.plot(contexts, [row["tokens_per_second"] for row in rows], marker="o", label=name)
-        right.plot(contexts, [row["cache_bytes"] / 2**20 for row in rows], marker="o", label=name)
-    for axis, label in ((left, "decoded tokens per second"), (right, "cache of a sequence (MiB)")):
+    panels = {"tokens_per_second": "decoded tokens per second", "cache_bytes": "cache of a sequence (bytes)"}
+    if all("training_tokens_per_second" in row for rows in results.values() for row in rows):
+        panels["training_tokens_per_second"] = "training tokens per second"
+    figure, axes = pyplot.subplots(1, len(panels), figsize=(5 * len(panels), 4))
+    for axis, (field, label) in zip(axes, panels.items()):
+        for name, rows in results.items():
+            axis.plot([row["context"] for row in rows], [row[field] for row in rows], marker="o", label=name)
         axis.set_xscale("log", base=2)
         axis.set_xlabel("context (tokens)")
         axis.set_ylabel(label)
+        axis.set_ylim(bottom=0)
         axis.legend()
-    right.set_yscale("log")
+    axes[1].set_yscale("log")
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
@@ -84,6 +113,8 @@ def main(arguments: list[str] | None = None) -> dict:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder for cost.json and cost.png")
     parser.add_argument("--contexts", type=int, nargs="+", default=[64, 256], help="context lengths (default 64 256)")
+    parser.add_argument("--batch", type=int, default=1, help="sequences decoded side by side (default 1)")
+    parser.add_argument("--train-tokens", type=int, default=0, help="tokens of a training step; 0, the default, measures decoding alone")
     parser.add_argument("--decoded", type=int, default=16, help="tokens decoded after each context (default 16)")
     parser.add_argument("--hidden", type=int, default=64, help="hidden size (default 64)")
     parser.add_argument("--layers", type=int, default=2, help="blocks (default 2)")
@@ -102,28 +133,36 @@ def main(arguments: list[str] | None = None) -> dict:
             layer_types=None if kind is None else kind * options.layers, num_heads=options.heads, head_dim=options.head_dim,
             lower_bound=-5.0, num_attention_heads=options.heads, attention_head_dim=options.head_dim,
         )  # fmt: skip
-        model = KDAForCausalLM(config).to(options.device).eval()
+        model = KDAForCausalLM(config).to(options.device)
+        speeds = [
+            {"training_tokens_per_second": training(model, n, options.train_tokens, options.device)}
+            for n in track(options.contexts if options.train_tokens else [], description=f"{name}, training")
+        ]
+        model.eval()
         for part, parameter in model.named_parameters():
             if not part.endswith(("A_log", "dt_bias")):
                 parameter.data = parameter.data.to(dtype)
-        measure(model, min(options.contexts), 3, options.device)  # compiles the kernels
-        results[name] = [measure(model, n, options.decoded, options.device) for n in track(options.contexts, description=name)]
+        decode = partial(decoding, model, batch=options.batch, device=options.device)
+        list(decode(contexts=options.contexts[:1], decoded=3))  # compiles the kernels
+        steps = decode(contexts=options.contexts, decoded=options.decoded)
+        rows = list(track(steps, total=len(options.contexts), description=f"{name}, decoding"))
+        results[name] = [row | speed for row, speed in zip(rows, speeds or [{}] * len(rows))]
 
     options.out.mkdir(parents=True, exist_ok=True)
     report = {
         "results": results,
-        "sizes": {"hidden": options.hidden, "layers": options.layers, "heads": options.heads, "head_dim": options.head_dim},
+        "command": "python examples/context_cost.py " + " ".join(sys.argv[1:] if arguments is None else arguments),
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
         "device": torch.cuda.get_device_name() if options.device.startswith("cuda") else "cpu",
         "versions": f"openkda {openkda.__version__}, torch {torch.__version__}",
     }
     (options.out / "cost.json").write_text(json.dumps(report, indent=1))
     plot(results, options.out / "cost.png")
-    table = Table("model", "context", "decode tokens/s", "cache MiB", "prefill s")
+    table = Table("model", "context", "decoded tokens/s", "cache MiB", "training tokens/s")
     for name, rows in results.items():
         for row in rows:
-            cells = f"{row['tokens_per_second']:.0f}", f"{row['cache_bytes'] / 2**20:.2f}", f"{row['prefill_seconds']:.3f}"
-            table.add_row(name, str(row["context"]), *cells)
+            trained = f"{row['training_tokens_per_second']:.0f}" if options.train_tokens else "not measured"
+            table.add_row(name, str(row["context"]), f"{row['tokens_per_second']:.0f}", f"{row['cache_bytes'] / 2**20:.2f}", trained)
     Console().print(table)
     return report
 

@@ -224,7 +224,8 @@ def test_context_cost_shows_a_constant_cache_for_kda(tmp_path):
         "--device",
         "cpu",
     ]
-    results = context_cost.main(["--out", str(tmp_path), *toy])["results"]
+    results = context_cost.main(["--out", str(tmp_path), *toy, "--batch", "2", "--train-tokens", "48"])["results"]
+    assert all(row["training_tokens_per_second"] > 0 for rows in results.values() for row in rows)
     sizes = {name: [row["cache_bytes"] for row in rows] for name, rows in results.items()}
     assert sizes["KDA"][0] == sizes["KDA"][1] == 4 * (2 * 8 * 8 + 3 * 3 * 16) * 4  # states and windows of four layers, fp32
     assert sizes["softmax"][1] == 3 * sizes["softmax"][0] == 4 * 2 * 2 * 8 * 24 * 4  # keys and values
