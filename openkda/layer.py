@@ -152,8 +152,7 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tenso
     """rms_norm(x) * weight * sigmoid(gate) over the last dim, returned in x's dtype. x, gate [..., V]; weight [V]. Computes in
     fp32, or fp64 for fp64."""
     dtype = torch.promote_types(x.dtype, torch.float32)
-    y = x.to(dtype)
-    y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps) * weight.to(dtype)
+    y = F.rms_norm(x.to(dtype), weight.shape, weight.to(dtype), eps)
     return (y * torch.sigmoid(gate.to(dtype))).to(x.dtype)
 
 
