@@ -3,25 +3,19 @@
 import torch
 from offline import CAPABILITY
 
-from openkda.hopper import launch, runtime
+from openkda.hopper import launch
 from openkda.hopper.config import choose
 from openkda.testing import make_case
 
-SHAPES = (dict(T=128, H=8), dict(T=8192, H=8), dict(T=512, H=96), dict(T=64, H=200), dict(T=8192, H=40))
-
-
-class Forgetful(dict):
-    """Keeps nothing, so that every launch goes through Triton, which compiles; a kept kernel would be run."""
-
-    def __setitem__(self, key: object, value: object) -> None:
-        return None
+SHAPES = (
+    dict(T=128, H=8), dict(T=1024, H=4), dict(T=2048, H=12), dict(T=8192, H=8), dict(T=512, H=96), dict(T=64, H=200), dict(T=8192, H=40),
+)  # fmt: skip
 
 
 def compile_hopper(target: str) -> None:
-    """One call per kind of Config; sizes come from the problem, the tensors stay small."""
-    runtime._compiled = Forgetful()
+    """Every launch of one call per kind of Config."""
     for shape in SHAPES:
-        small = {**shape, "T": 64}
-        problem, inputs = make_case("init", K=128, dtype=torch.bfloat16, state_v_first=True, **small).described()
-        config = choose(problem.replace(device_type="cuda", capability=CAPABILITY[target], **shape, HV=shape["H"]))
-        launch.forward(problem, inputs, config)
+        problem, _ = make_case("init", T=64, H=2, K=128, dtype=torch.bfloat16, state_v_first=True).described()
+        problem = problem.replace(device_type="cuda", capability=CAPABILITY[target], **shape, HV=shape["H"])
+        for one in launch.launches(problem, choose(problem), None, (torch.float32, torch.float32, None))[0]:
+            one.compile()

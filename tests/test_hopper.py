@@ -10,6 +10,7 @@ from openkda.testing import assert_close, make_case
 pytestmark = [pytest.mark.gpu, pytest.mark.hopper]
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 RAGGED = (5, 0, 33, 530, 1, 64)
+SPLIT = ["summaries", "whole", "tails, summaries", "tails, whole"]  # ways of cutting sequences
 
 
 def case(regime="init", **kw):
@@ -25,6 +26,11 @@ def split_config(problem, how, steps=4):
     if how == "wide":
         return Config(base_tiles(problem, config.WIDE))
     state = base_tiles(problem, config.PAIRS, outputs=False, split="state")
+    if how.startswith("tails"):
+        first = base_tiles(problem, config.TAILS, split="tails")
+        if how == "tails, whole":
+            return Config(first, steps, min(2, steps), None, base_tiles(problem, config.HALF, split="whole"))
+        return Config(first, steps, min(2, steps), state, rest=base_tiles(problem, config.WIDE, split="rest"))
     if how == "summaries":
         return Config(base_tiles(problem, config.WIDE, split="segments"), steps, min(2, steps), state)
     whole = base_tiles(problem, config.HALF, split="whole")
@@ -41,7 +47,7 @@ def check(c, cfg=None):
 
 
 @pytest.mark.parametrize("regime", ["random", "init", "zero", "extreme", "mixed"])
-@pytest.mark.parametrize("how", ["full", "half", "wide", "summaries", "whole"])
+@pytest.mark.parametrize("how", ["full", "half", "wide", *SPLIT])
 @pytest.mark.parametrize("kw", [dict(T=300, B=2), dict(lengths=RAGGED)], ids=["fixed", "ragged"])
 def test_every_way_of_cutting(how, regime, kw):
     c = case(regime, **kw)
@@ -51,7 +57,7 @@ def test_every_way_of_cutting(how, regime, kw):
 @pytest.mark.parametrize(
     "slow", [(..., 5), (slice(None), slice(100, 180)), (slice(None), slice(None), 1)], ids=["channel", "stretch", "head"]
 )
-@pytest.mark.parametrize("how", ["summaries", "whole"])
+@pytest.mark.parametrize("how", SPLIT)
 def test_what_must_not_be_dropped(how, slow):
     """Gates at their bound but for one channel, one stretch of tokens, or one head, that remember everything."""
     c = case("extreme", T=400)
@@ -91,7 +97,7 @@ def test_fp16(regime, bounded):
 
 
 @pytest.mark.parametrize("bounded", [True, False], ids=["bounded", "softplus"])
-@pytest.mark.parametrize("how", ["half", "summaries", "whole"])
+@pytest.mark.parametrize("how", ["half", *SPLIT])
 def test_causality_is_bit_exact(how, bounded):
     c = case("mixed", T=300, bounded=bounded)
     problem, inputs = c.described()
@@ -106,7 +112,7 @@ def test_causality_is_bit_exact(how, bounded):
         inputs = c.described()[1]
 
 
-@pytest.mark.parametrize("how", ["half", "summaries", "whole"])
+@pytest.mark.parametrize("how", ["half", *SPLIT])
 def test_alternating_inputs_never_mix(how):
     a, b = case("init", T=1000, H=12), case("random", T=1000, H=12, seed=1)
     cfg = split_config(a.described()[0], how, steps=8)

@@ -6,7 +6,6 @@ from importlib.metadata import version
 
 import torch
 
-from openkda.hopper.config import choose
 from openkda.problem import Inputs, Problem
 
 __all__ = ["forward", "why_not"]
@@ -37,8 +36,7 @@ def forward(problem: Problem, inputs: Inputs) -> tuple[torch.Tensor, torch.Tenso
     """o [B, T, HV, V], final_state (Problem.state_shape, None unless asked for), and None for the chunk-entry states"""
     from openkda.hopper.launch import forward as launch
 
-    config = choose(problem, max(inputs.lengths, default=0) if inputs.lengths is not None else None)
     if torch.cuda.current_device() == inputs.q.device.index:
-        return *launch(problem, inputs, config), None
+        return *launch(problem, inputs), None
     with torch.cuda.device(inputs.q.device):
-        return *launch(problem, inputs, config), None
+        return *launch(problem, inputs), None

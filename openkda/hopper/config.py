@@ -33,7 +33,7 @@ class Tiles:
     l2norm: bool
     beta: str  # "given", "sigmoid", "twice" (2 * sigmoid)
     state_v_first: bool
-    split: str  # which work a block takes from the segment table: "none", "segments", "segments_all", "whole", "state" (segments.py)
+    split: str  # which work a block takes from the segment table: "none", "segments", "tails", ... (locate in segments.py)
     pdl: bool
 
 
@@ -47,12 +47,14 @@ class Config:
     state: Tiles | None = None  # of the state-only passes
     whole: Tiles | None = None  # where a tail does not suffice: the sequence runs unsplit with these tiles; None: summaries of its segments
     reason: str = ""
+    rest: Tiles | None = None  # of the segments whose own tails did not suffice, where `forward` runs tails itself (split "tails")
 
 
 # What a block looks like: rows of V, preparation partitions and their registers, warps of the scan, ring slots.
 FULL = dict(R=128, preps=2, prep_regs=120, scan_warps=4, slots=5)  # most work per block: enough heads to fill the chip
 WIDE = dict(R=128, preps=2, prep_regs=112, scan_warps=8, slots=5)  # shorter steps: few blocks
 HALF = dict(R=64, preps=2, prep_regs=168, scan_warps=4, slots=6)  # two blocks share a head
+TAILS = dict(WIDE, prep_regs=96)  # the same, beginning with its own tail: the scan needs more registers
 PAIRS = dict(R=128, preps=1, prep_regs=88, scan_warps=8, slots=5)  # summaries: two chains of 128 rows
 
 
@@ -84,15 +86,20 @@ def slot_bytes(tiles: Tiles, gate_bytes: int) -> int:
 MULTIPROCESSORS = 132
 SUMMARY_HEADS = 32  # rows of work up to which summaries beat running a sequence unsplit, where tails do not suffice
 SHORT = 32  # steps up to which a sequence is better run unsplit than summarised
-MIN_STEPS = 2  # steps of a segment that pay for its launch
+SPLIT_STEPS = 16  # a sequence of fewer steps runs unsplit
+OWN_TAIL_STEPS = 8  # segments of up to so many steps begin with their own tail, longer ones are preceded by a pass over all tails
 TAIL = 4  # most steps of a tail: 128 tokens
 WORKSPACE = 512 * 2**20  # bytes that entry states and summaries may take
 
 
 def segments_per_sequence(rows: int, steps: int) -> int:
     """Into how many segments sequences of `steps` steps are cut, `rows` of them times heads being in flight."""
+    if steps < SPLIT_STEPS:
+        return 1
     if rows <= SUMMARY_HEADS:
-        return max(1, min(MULTIPROCESSORS // rows, steps // MIN_STEPS))
+        # A link of the chain of summaries takes a third of what a step takes in the passes before and after it.
+        longest_chain = steps if steps <= SHORT else round((3 * steps) ** 0.5)
+        return max(1, min(MULTIPROCESSORS // rows, longest_chain))
     if rows >= MULTIPROCESSORS:
         return 1
     waves = lambda parts: -(-rows * parts // MULTIPROCESSORS) / parts + 0.03 * parts
@@ -120,6 +127,12 @@ def choose(problem: Problem, longest: int | None = None) -> Config:
     state = base_tiles(p, PAIRS, outputs=False, split="state", pdl=True)
     shape = WIDE if rows <= SUMMARY_HEADS else FULL
     tail = max(1, min(TAIL, length // 4))
+    if rows <= SUMMARY_HEADS and length <= OWN_TAIL_STEPS:
+        reason = f"{rows} heads times sequences, {steps} steps: {parts} segments, each from its own tail where that suffices, else"
+        first = base_tiles(p, TAILS, split="tails", pdl=True)
+        if summaries:
+            return Config(first, length, tail, state, None, f"{reason} from summaries", base_tiles(p, WIDE, split="rest", pdl=True))
+        return Config(first, length, tail, None, base_tiles(p, unsplit, split="whole", pdl=True), f"{reason} unsplit")
     if summaries:
         reason = f"{rows} heads times sequences, {steps} steps: {parts} segments, entry states from tails or summaries"
         return Config(base_tiles(p, shape, split="segments", pdl=True), length, tail, state, None, reason)

@@ -1,24 +1,26 @@
-"""Host side of the Hopper forward: tensor views, segment tables, one workspace, and the launches of a `Config`.
+"""Host side of the Hopper forward: a `Config` becomes a list of launches, kept by problem; a call fills in addresses.
 
-No host-device synchronisation; nothing is allocated besides o, final_state and one workspace. Tables of fixed batches are cached."""
+No host-device synchronisation; nothing is allocated besides o, final_state and one workspace. Everything that does not depend on
+addresses is found by one dictionary lookup, and the arguments of a call by another where memory is reused from call to call."""
 
 from __future__ import annotations
 
-from functools import lru_cache, partial
+from typing import NamedTuple
 
 import torch
 
 from openkda.hopper import prefill, segments
-from openkda.hopper.config import BLOCK, STEP, Config, Tiles
-from openkda.hopper.runtime import Box, launch
+from openkda.hopper.config import BLOCK, STEP, Config, Tiles, choose
+from openkda.hopper.runtime import Launch, Matrix, Pointer, Ready, load
 from openkda.problem import Inputs, Problem
 
 TABLE = 8  # columns of the segment table
+Q, K_, V_, G, BETA, A_LOG, DT_BIAS, INITIAL, CU, O, FINAL, TABLES, WORK = range(13)  # the operands of a call
 
 
-def matrix(x: torch.Tensor, box_rows: int, box_columns: int) -> Box:
-    """x [B, T, H, D] as a matrix [B*T, H*D]: in place where the copy engine can read it (heads packed, rows evenly spaced, 16-byte
-    aligned), else a contiguous copy."""
+def packed_rows(x: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """x [B, T, H, D] as a matrix [B*T, H*D], and the elements from row to row: x itself where the copy engine can read it (heads packed,
+    rows evenly spaced, 16-byte aligned), else a contiguous copy."""
     B, T, H, D = x.shape
     step = H * D
     if not x.is_contiguous() or x.data_ptr() % 16:
@@ -27,7 +29,12 @@ def matrix(x: torch.Tensor, box_rows: int, box_columns: int) -> Box:
         if not (packed and step >= H * D and step * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0):
             x = x.clone(memory_format=torch.contiguous_format)
             step = H * D
-    return Box(x, B * T, H * D, step, box_rows, box_columns)
+    return x, step
+
+
+def dense(x: torch.Tensor) -> torch.Tensor:
+    """x itself where it is contiguous and 16-byte aligned, else a copy"""
+    return x if x.is_contiguous() and x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format)
 
 
 def fixed_rows(B: int, T: int, target: int) -> list[list[int]]:
@@ -38,31 +45,121 @@ def fixed_rows(B: int, T: int, target: int) -> list[list[int]]:
     return [[b, cut(b, i), cut(b, i + 1), b * T, (b + 1) * T, b * count, count, 0] for b in range(B) for i in range(count)]
 
 
-@lru_cache(maxsize=256)
-def fixed_tables(B: int, T: int, target: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """(segments [NS, 8], whole [B, 8]) int32 of a fixed batch"""
+def fixed_tables(B: int, T: int, target: int) -> list[list[int]]:
+    """`segments` [NS, 8] and below it `whole` [B, 8] of a fixed batch"""
     split = fixed_rows(B, T, target)
-    whole = [[b, b * T, (b + 1) * T, b * T, (b + 1) * T, b * (len(split) // B), len(split) // B, 0] for b in range(B)]
-    return tuple(torch.tensor(rows, dtype=torch.int32).to(device) for rows in (split, whole))
+    count = len(split) // B
+    return split + [[b, b * T, (b + 1) * T, b * T, (b + 1) * T, b * count, count, 0] for b in range(B)]
 
 
-def ragged_tables(cu: torch.Tensor, T: int, target: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(segments [NS, 8], whole [N, 8]) int32 of a ragged batch, built on the device; NS is a bound from N and T alone"""
-    N = cu.shape[0] - 1
-    NS = N + T // (STEP * target)
-    table = torch.empty(NS + N, TABLE, dtype=torch.int32, device=cu.device)
-    args = (cu.contiguous(), table, table[NS:], N, T, target, NS)
-    launch(segments.table_kernel, (-(-NS // 64), 1, 1), args, (128, 64), num_warps=4, pdl=False, device=cu.device.index)
-    return table[:NS], table[NS:]
+Strides = tuple[int, int, int, int] | None  # elements between rows of q, k, v and g; None: all are contiguous
+Kinds = tuple[torch.dtype | None, torch.dtype | None, torch.dtype | None]  # dtypes of A_log, dt_bias and cu_seqlens, None: absent
 
 
-def forward(problem: Problem, inputs: Inputs, config: Config) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """o [B, T, HV, V] and final_state (None unless asked for)"""
+def launches(problem: Problem, config: Config, strides: Strides, kinds: Kinds) -> tuple[list[Launch], int]:
+    """The launches of a call and the bytes of its workspace."""
+    p, HV, K, V = problem, problem.HV, problem.K, problem.V
+    R, sizes = p.B * p.T, (p.H * K, p.H * K, HV * V, HV * K)
+    steps = strides or sizes
+    target = config.steps or max(1, p.T)
+    NS = p.N + p.T // (STEP * target) if p.varlen else len(fixed_rows(p.B, p.T, target))
+    found: list[Launch] = []
+    work = 0
+
+    def take(size: int) -> int:
+        """Offset of `size` more bytes of the workspace"""
+        nonlocal work
+        work += -(-size // 256) * 256
+        return work - -(-size // 256) * 256
+
+    place = (WORK, take(4 * TABLE * (NS + p.N))) if p.varlen else (TABLES, 0)
+    split, whole = (Pointer(place[0], torch.int32, place[1] + 4 * TABLE * rows) for rows in (0, NS))
+    if p.varlen:
+        args = (Pointer(CU, kinds[2]), split, whole, p.N, p.T, target, NS)
+        found.append(Launch(segments.table_kernel, (-(-max(NS, p.N) // 64), 1, 1), args, (128, 64), 4))
+
+    matrix = lambda operand, rows, columns: Matrix(
+        operand, p.gate_dtype if operand == G else p.dtype, R, sizes[operand], steps[operand], rows, columns
+    )
+    optional = lambda there, operand, dtype: Pointer(operand, dtype) if there else None
+    q, k, g = matrix(Q, BLOCK, K), matrix(K_, BLOCK, K), matrix(G, STEP, K)
+    beta = Pointer(BETA, p.beta_dtype)
+    A_log, dt_bias = optional(p.has_A_log, A_LOG, kinds[0]), optional(p.has_dt_bias, DT_BIAS, kinds[1])
+    initial, final = optional(p.has_initial_state, INITIAL, p.state_dtype), optional(p.output_final_state, FINAL, p.state_dtype)
+    bound = p.lower_bound or 0.0
+
+    def forward(tiles: Tiles, table: Pointer, rows: int, entry: Pointer | None = None, known: Pointer | None = None) -> Launch:
+        out = Matrix(O, p.dtype, R, HV * V, HV * V, BLOCK, tiles.R)
+        args = (
+            q, k, matrix(V_, STEP, tiles.R), g, out, Pointer(O, p.dtype), beta, A_log, dt_bias, initial, final, entry, known, table,
+            HV, p.group, NS, config.tail, bound, p.scale,
+        )  # fmt: skip
+        return Launch(prefill.forward_kernel, (rows, HV, V // tiles.R), args, (tiles,), tiles.scan_warps, tiles.pdl)
+
+    if not config.steps:
+        return [*found, forward(config.forward, split, NS)], work
+    known = Pointer(WORK, torch.int32, take(4 * NS * HV))
+    state, chained = config.state, config.whole is None
+    first = config.forward.split == "tails"  # the forward tries tails itself
+    entry = Pointer(WORK, torch.float32, take(4 * NS * HV * K * V)) if chained or not first else None
+    summary = Pointer(WORK, torch.float32, take(8 * NS * HV * K * V)) if chained else entry  # without summaries nothing is written there
+
+    def pass_of_states(tail: int) -> Launch:
+        args = (k, matrix(V_, STEP, V), g, beta, A_log, dt_bias, initial, entry, summary, known, split, HV, p.group, NS, tail, bound)
+        # Where there are two passes, neither is a dependent launch, so that both are one compiled kernel.
+        return Launch(prefill.state_kernel, (NS, HV, 1), args, (state,), state.scan_warps, first and state.pdl)
+
+    found.append(forward(config.forward, split, NS, entry, known) if first else pass_of_states(config.tail))
+    if chained:
+        found.append(pass_of_states(0))
+        args = (summary, entry, known, whole, HV, NS)
+        found.append(Launch(segments.combine_kernel, (p.N, HV, V // BLOCK), args, (K, V, BLOCK, state.pdl), 4, state.pdl))
+        found.append(forward(config.rest if first else config.forward, split, NS, entry, known))
+    else:
+        found.append(forward(config.whole, whole, p.N, None, known))
+        if not first:
+            found.append(forward(config.forward, split, NS, entry, known))
+    return found, work
+
+
+class Plan(NamedTuple):
+    """Everything of a call that does not depend on addresses"""
+
+    ready: list[Ready]
+    words: int  # fp32 elements of the workspace
+    tables: torch.Tensor | None  # segment tables of a fixed batch
+    bound: dict[tuple[int, ...], list[tuple]]  # by the addresses of the operands: what to launch
+
+    def bind(self, addresses: tuple[int, ...]) -> list[tuple]:
+        """What to launch on operands at these addresses"""
+        found = self.bound.get(addresses)
+        if found is None:
+            if len(self.bound) >= 64:
+                self.bound.clear()
+            found = self.bound[addresses] = [x.bind(addresses) for x in self.ready]
+        return found
+
+
+_plans: dict[tuple, Plan] = {}
+
+
+def plan(problem: Problem, config: Config, strides: Strides, kinds: Kinds, device: torch.device) -> Plan:
+    """Kernels loaded, tables of a fixed batch on the device"""
+    p = problem
+    found, size = launches(p, config, strides, kinds)
+    tables = None
+    if not p.varlen:
+        tables = torch.tensor(fixed_tables(p.B, p.T, config.steps or p.T), dtype=torch.int32).to(device)
+    return Plan(load(found, device.index), size // 4, tables, {})
+
+
+def forward(problem: Problem, inputs: Inputs, config: Config | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """o [B, T, HV, V] and final_state (None unless asked for), by `config` (default: what `choose` says)"""
     p, x = problem, inputs
-    device = x.q.device
-    used = p.T if x.lengths is None else sum(x.lengths)
-    ragged_end = p.varlen and (x.lengths is None or used < p.T)
-    o = (torch.zeros if ragged_end else torch.empty)(p.B, p.T, p.HV, p.V, dtype=p.dtype, device=device)
+    q, k, v, g = x.q, x.k, x.v, x.g
+    device, lengths = q.device, x.lengths
+    filled = not p.varlen or (lengths is not None and sum(lengths) == p.T)
+    o = (torch.empty if filled else torch.zeros)(v.shape, dtype=p.dtype, device=device)
     final = torch.empty(p.state_shape, dtype=p.state_dtype, device=device) if p.output_final_state else None
     if p.N == 0:
         return o, final
@@ -70,47 +167,26 @@ def forward(problem: Problem, inputs: Inputs, config: Config) -> tuple[torch.Ten
         if final is not None:
             final.copy_(x.initial_state) if x.initial_state is not None else final.zero_()
         return o, final
-    target = config.steps if config.steps else max(1, p.T)
-    split, whole = ragged_tables(x.cu_seqlens, p.T, target) if p.varlen else fixed_tables(p.B, p.T, target, device)
-    NS, HV, K, V = split.shape[0], p.HV, p.K, p.V
-    bound = p.lower_bound or 0.0
-    q, k, g = matrix(x.q, BLOCK, K), matrix(x.k, BLOCK, K), matrix(x.g, STEP, K)
-    v, out = matrix(x.v, STEP, V), matrix(o, BLOCK, V)
-    beta = x.beta.contiguous()
-    initial = None if x.initial_state is None else x.initial_state.contiguous()
-    A_log, dt_bias = (None if t is None else t.contiguous() for t in (x.A_log, x.dt_bias))
-
-    run = partial(launch, device=device.index)
-
-    def run_forward(tiles: Tiles, table: torch.Tensor, entry: torch.Tensor | None, known: torch.Tensor | None) -> None:
-        R = tiles.R
-        args = (
-            q, k, v._replace(box_columns=R), g, out._replace(box_columns=R), o, beta, A_log, dt_bias, initial, final, entry, known, table,
-            HV, p.group, NS, bound, p.scale,
-        )  # fmt: skip
-        run(prefill.forward_kernel, (table.shape[0], HV, V // R), args, (tiles,), num_warps=tiles.scan_warps, pdl=tiles.pdl)
-
-    if not config.steps:
-        run_forward(config.forward, split, None, None)
-        return o, final
-    state = config.state
-    states = NS * HV * K * V
-    chained = config.whole is None
-    work = torch.empty(states * (3 if chained else 1) + NS * HV, dtype=torch.float32, device=device)
-    entry, known = work[:states], work[-NS * HV :].view(torch.int32)
-    summary = work[states : 3 * states] if chained else entry  # without summaries nothing is written there
-
-    def run_state(tail: int) -> None:
-        args = (k, v, g, beta, A_log, dt_bias, initial, entry, summary, known, split, HV, p.group, NS, tail, bound)
-        # Never a dependent launch, so that both passes are one compiled kernel; it lets its successors start early all the same.
-        run(prefill.state_kernel, (NS, HV, 1), args, (state,), num_warps=state.scan_warps, pdl=False)
-
-    run_state(config.tail)
-    if chained:
-        run_state(0)
-        args = (summary, entry, known, whole, HV, NS)
-        run(segments.combine_kernel, (p.N, HV, V // BLOCK), args, (K, V, BLOCK, state.pdl), num_warps=8, pdl=state.pdl)
-    else:
-        run_forward(config.whole, whole, None, known)
-    run_forward(config.forward, split, entry, known)
+    strides = None
+    addresses = (q.data_ptr(), k.data_ptr(), v.data_ptr(), g.data_ptr())
+    aligned = not (addresses[0] | addresses[1] | addresses[2] | addresses[3]) % 16
+    if not (aligned and q.is_contiguous() and k.is_contiguous() and v.is_contiguous() and g.is_contiguous()):
+        (q, k, v, g), strides = zip(*map(packed_rows, (q, k, v, g)))
+        addresses = (q.data_ptr(), k.data_ptr(), v.data_ptr(), g.data_ptr())
+    longest = max(lengths) if lengths else None
+    others = [None if t is None else dense(t) for t in (x.A_log, x.dt_bias, x.initial_state, x.cu_seqlens)]
+    kinds = tuple(None if others[i] is None else others[i].dtype for i in (0, 1, 3))
+    key = (p, config, longest, strides, kinds, device.index)
+    found = _plans.get(key)
+    if found is None:
+        if len(_plans) >= 1024:
+            _plans.clear()
+        found = _plans[key] = plan(p, config or choose(p, longest), strides, kinds, device)
+    beta = x.beta if x.beta.is_contiguous() else x.beta.contiguous()
+    work = torch.empty(found.words, dtype=torch.float32, device=device) if found.words else None
+    others += (o, final, found.tables, work)
+    calls = found.bind((*addresses, beta.data_ptr(), *[0 if t is None else t.data_ptr() for t in others]))
+    stream = torch._C._cuda_getCurrentRawStream(device.index)
+    for run, grid, rest in calls:
+        run(*grid, stream, *rest)
     return o, final

@@ -18,7 +18,7 @@ from openkda.hopper.tiles import Source, make_ring, plain_shared, shared_layout
 @gluon.jit
 def scan_role(ring, out, states, sink, work, segment, HV, NS, T: gl.constexpr):
     if T.outputs:
-        forward_scan(ring, out, states, work, segment, HV, T)
+        forward_scan(ring, out, states, sink.known_ptr, work, segment, HV, NS, T)
     else:
         summary_scan(ring, states, sink, work, segment, HV, NS, T)
 
@@ -52,10 +52,10 @@ def run_roles(scan, ring, src, work, columns, T: gl.constexpr):
         )
 
 
-@gluon.jit(do_not_specialize=["HV", "group", "NS"], do_not_specialize_on_alignment=["beta_ptr"])
+@gluon.jit(do_not_specialize=["HV", "group", "NS", "tail"], do_not_specialize_on_alignment=["beta_ptr"])
 def forward_kernel(
     q_desc, k_desc, v_desc, g_desc, o_desc, o_ptr, beta_ptr, A_log_ptr, dt_bias_ptr, initial_ptr, final_ptr, entry_ptr, known_ptr,
-    segments_ptr, HV, group, NS, lower_bound, scale, T: gl.constexpr, num_warps: gl.constexpr,
+    segments_ptr, HV, group, NS, tail, lower_bound, scale, T: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """o and final_state of the work that T.split assigns to this launch"""
     R: gl.constexpr = T.R
@@ -65,13 +65,13 @@ def forward_kernel(
         gdc_wait()
     segment = gl.program_id(0)
     head = gl.program_id(1)
-    work = locate(segments_ptr, known_ptr, segment, head, group, gl.program_id(2) * R, NS, 0, T)
+    work = locate(segments_ptr, known_ptr, segment, head, group, gl.program_id(2) * R, NS, tail, T)
     src = Source(q_desc, k_desc, v_desc, g_desc, beta_ptr, A_log_ptr, dt_bias_ptr, HV, lower_bound, scale)
     ring = make_ring(src, T)
     columns = gl.allocate_shared_memory(gl.float32, [preps, 4, 16], plain_shared())
     out = Output(o_desc, o_ptr, gl.allocate_shared_memory(o_desc.dtype, [2, 16, R], shared_layout(16)))
     states = States(initial_ptr, final_ptr, entry_ptr)
-    run_roles((ring, out, states, None, work, segment, HV, NS, T), ring, src, work, columns, T)
+    run_roles((ring, out, states, Sink(None, known_ptr, tail), work, segment, HV, NS, T), ring, src, work, columns, T)
 
 
 @gluon.jit(do_not_specialize=["HV", "group", "NS", "tail"], do_not_specialize_on_alignment=["beta_ptr"])

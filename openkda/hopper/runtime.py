@@ -1,66 +1,119 @@
-"""Launching compiled kernels with little host work: argument checks, specialisation keys and tensor maps are looked up, not rebuilt.
+"""Launching compiled kernels with little host work: what a launch needs besides addresses is worked out once and kept.
 
-Triton's own launch path rebuilds a tensor map per descriptor and call (10 us each) and binds arguments anew (20 to 40 us). Here a call
-looks up the compiled kernel by the dtypes of its arguments and the tensor maps by address and shape."""
+Triton's own launch path rebuilds a tensor map per descriptor and call (10 us each), binds arguments anew (20 to 40 us a launch) and asks
+the driver about every pointer. Here a `Launch` describes one kernel launch with its arguments by name; `load` compiles what is missing,
+all kernels at once, and `Ready.bind` puts addresses in. Launching what is bound is one call into Triton's compiled launcher."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 import triton
 
-from openkda.hopper.compat import TensorDescriptor, gl, raw_launch, tensor_map
+from openkda.hopper.compat import MockTensor, TensorDescriptor, driver_utils, gl, raw_launch, tensor_map
 
 
-class Box(NamedTuple):
-    """A matrix [rows, columns] in memory, read or written in boxes of [box_rows, box_columns] by the copy engine"""
+class Pointer(NamedTuple):
+    """A kernel's pointer argument: `offset` bytes into an operand, 16-byte aligned"""
 
-    tensor: torch.Tensor  # its storage; row r starts `stride` elements after row r - 1
+    operand: int  # its number in the addresses of a call
+    dtype: torch.dtype
+    offset: int = 0
+
+
+class Matrix(NamedTuple):
+    """A kernel's tensor-map argument: an operand as a matrix [rows, columns] that the copy engine reads or writes in boxes"""
+
+    operand: int
+    dtype: torch.dtype
     rows: int
     columns: int
-    stride: int
+    stride: int  # elements from row to row
     box_rows: int
     box_columns: int
 
     def descriptor(self) -> TensorDescriptor:
-        """The same as Triton's host descriptor"""
-        layout = gl.NVMMASharedLayout(128, 8 * self.tensor.element_size(), 2)
-        return TensorDescriptor(self.tensor, [self.rows, self.columns], [self.stride, 1], [self.box_rows, self.box_columns], layout)
+        """The same as Triton's host descriptor, of memory that is not there"""
+        layout = gl.NVMMASharedLayout(128, 8 * self.dtype.itemsize, 2)
+        shape, box = [self.rows, self.columns], [self.box_rows, self.box_columns]
+        return TensorDescriptor(MockTensor(self.dtype), shape, [self.stride, 1], box, layout)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch: kernel[grid](*args, *constants). args: Pointers, Matrices, None, ints, floats; constants: what the kernel is compiled
+    for, its last parameters. Kernels do not specialise on the values of ints."""
+
+    kernel: triton.JITFunction
+    grid: tuple[int, int, int]
+    args: tuple
+    constants: tuple
+    num_warps: int
+    pdl: bool = False
+
+    @property
+    def key(self) -> tuple:
+        """What the compiled kernel depends on"""
+        kinds = tuple(_kind(x) for x in self.args)
+        return (self.kernel, self.constants, self.num_warps, self.pdl, kinds)
+
+    def compile(self) -> object:
+        """Triton's compiled kernel, from its caches where it is there"""
+        args = [x.descriptor() if isinstance(x, Matrix) else MockTensor(x.dtype) if isinstance(x, Pointer) else x for x in self.args]
+        return self.kernel.warmup(*args, *self.constants, grid=self.grid, num_warps=self.num_warps, launch_pdl=self.pdl)
 
 
 def _kind(x: object) -> object:
-    """What a kernel is specialised on in argument x"""
-    if isinstance(x, Box):
-        return (x.tensor.dtype, x.box_rows, x.box_columns)
-    if isinstance(x, torch.Tensor):
-        return (x.dtype, x.data_ptr() % 16 == 0)
-    return type(x)
+    if isinstance(x, Matrix):
+        return (x.dtype, x.box_rows, x.box_columns)
+    return x.dtype if isinstance(x, Pointer) else type(x)
 
 
-_compiled: dict[tuple, object] = {}
-_raw_launch = lru_cache(maxsize=None)(raw_launch)
+class Ready(NamedTuple):
+    """A launch whose kernel is on the device"""
+
+    launch: Launch
+    run: Callable[..., None]  # Triton's compiled launcher: run(x, y, z, stream, *fixed, *arguments)
+    fixed: tuple  # function, launch attributes, metadata
+    maps: tuple[tuple, ...]  # what `tensor_map` needs for each Matrix
+    unused: tuple  # trailing parameters that are given as options
+
+    def bind(self, addresses: Sequence[int]) -> tuple[Callable[..., None], tuple[int, int, int], tuple]:
+        """(run, grid, rest): run(*grid, stream, *rest) launches it on operands at these addresses."""
+        flat: list[object] = []
+        kinds = iter(self.maps)
+        for x in self.launch.args:
+            if isinstance(x, Matrix):
+                found = _tensor_map(addresses[x.operand], next(kinds), x.rows, x.columns, x.stride)
+                flat += (found, x.rows, x.columns, x.stride, 1)
+            else:
+                flat.append(addresses[x.operand] + x.offset if isinstance(x, Pointer) else x)
+        return self.run, self.launch.grid, (*self.fixed, *flat, *self.launch.constants, *self.unused)
+
+
+_loaded: dict[tuple, tuple] = {}
 _tensor_map = lru_cache(maxsize=4096)(tensor_map)
 
 
-def launch(
-    kernel: triton.JITFunction, grid: tuple[int, int, int], args: tuple, constants: tuple, *, device: int, num_warps: int, pdl: bool
-) -> None:
-    """kernel[grid](*args, *constants) on the device's current stream. args: tensors, Boxes, None, ints, floats; constants: what the kernel
-    is compiled for, its last parameters."""
-    key = (kernel, constants, num_warps, pdl, device, *map(_kind, args))
-    compiled = _compiled.get(key)
-    if compiled is None:
-        plain = [x.descriptor() if isinstance(x, Box) else x for x in args]
-        _compiled[key] = kernel[grid](*plain, *constants, num_warps=num_warps, launch_pdl=pdl)
-        return
-    run, maps = _raw_launch(compiled)
-    flat: list[object] = []
-    box = iter(maps)
-    for x in args:
-        if isinstance(x, Box):
-            flat += (_tensor_map(x.tensor.data_ptr(), next(box), x.rows, x.columns, x.stride), x.rows, x.columns, x.stride, 1)
-        else:
-            flat.append(x)
-    run(*grid, torch._C._cuda_getCurrentRawStream(device), (*flat, *constants))
+def load(launches: Sequence[Launch], device: int) -> list[Ready]:
+    """The launches with their kernels loaded on a device. Kernels that were never needed before are compiled side by side: most of a
+    compilation runs outside Python's lock, so that three take little longer than one."""
+    missing = {(device, x.key): x for x in launches}
+    missing = {key: x for key, x in missing.items() if key not in _loaded}
+
+    def fetch(x: Launch) -> tuple:
+        with torch.cuda.device(device):  # the current device is a thread's own
+            return raw_launch(x.compile())
+
+    if len(missing) > 1:
+        driver_utils()  # compiled by whoever needs it first: once, before the threads
+        with ThreadPoolExecutor(len(missing)) as pool:
+            _loaded.update(zip(missing, pool.map(fetch, missing.values())))
+    else:
+        _loaded.update((key, fetch(x)) for key, x in missing.items())
+    return [Ready(x, *_loaded[device, x.key]) for x in launches]

@@ -30,7 +30,7 @@ class States(NamedTuple):
 class Sink(NamedTuple):
     """Where a state-only pass writes"""
 
-    summary_ptr: object  # [NS, HV, 2, V, K] fp32, b then M
+    summary_ptr: object  # [NS, HV, 2, V, K] fp32: b, then M as bf16 [2, K, K], its rounding and the rest
     known_ptr: object  # [HV, NS] int32 (segments.py)
     tail: object  # steps of a tail, 0: whole segments
 
@@ -65,7 +65,7 @@ def first_state(states, segment, work, HV, T: gl.constexpr):
     if states.initial_ptr is not None:
         if work.from_initial:
             S = gl.load(states.initial_ptr + state_offsets(work, row, col, T, HV)).to(gl.float32)
-    if T.split == "segments" or T.split == "segments_all":
+    if T.split == "segments" or T.split == "segments_all" or T.split == "rest":
         if work.from_entry:
             V: gl.constexpr = T.V
             base = states.entry_ptr + (segment.to(gl.int64) * HV + work.head) * (K * V)
@@ -107,7 +107,68 @@ def store_rows(out, o, row, c: gl.constexpr, work, HV, T: gl.constexpr):
 
 
 @gluon.jit
-def forward_scan(ring, out, states, work, segment, HV, T: gl.constexpr):
+def advance(S, ring, slot, c: gl.constexpr, values: gl.constexpr, T: gl.constexpr):
+    """S [rows, K] after block c of a step, without output; rows of a map (values False) get no values"""
+    K: gl.constexpr = T.K
+    L: gl.constexpr = group_layout(K, gl.num_warps())
+    L16: gl.constexpr = group_layout(16, gl.num_warps())
+    dtype: gl.constexpr = ring.kq.dtype
+    per_slot: gl.constexpr = ring.g.dtype.primitive_bitwidth // 16
+    kd = ring.kq.index(slot).slice(32 * c, 16, dim=0).permute((1, 0))
+    ki = ring.ki.index(slot * per_slot).slice(16 * c, 16, dim=0)
+    t0 = ring.tz.index(slot).slice(32 * c, 16, dim=0).permute((1, 0))
+    decay = ring.decay.index(slot).slice(c, 1, dim=0)
+    zero = gl.zeros([S.shape[0], 16], gl.float32, L16)
+    X = warpgroup_mma(gl.convert_layout(S.to(dtype), gl.DotOperandLayout(0, L16, 2)), kd, zero, use_acc=False, is_async=True)
+    X = warpgroup_mma_wait(0, deps=(X,)) * ring.rows.index(slot).slice(2 * c, 1, dim=0).load(L16)
+    if values:
+        X += to_f32(ring.v.index(slot).slice(16 * c, 16, dim=0).permute((1, 0)).load(L16))
+    R = warpgroup_mma(gl.convert_layout(X.to(dtype), gl.DotOperandLayout(0, L16, 2)), t0, zero, use_acc=False, is_async=True)
+    if T.kg:
+        S = S * decay.load(L)
+    R = warpgroup_mma_wait(0, deps=(R,))
+    S = warpgroup_mma(gl.convert_layout(R.to(dtype), gl.DotOperandLayout(0, L, 2)), ki, S, is_async=True)
+    S = warpgroup_mma_wait(0, deps=(S,))
+    if not T.kg:
+        S = S * decay.load(L)
+    return S
+
+
+@gluon.jit
+def tail_state(ring, states, known_ptr, work, segment, HV, NS, T: gl.constexpr):
+    """(S after the steps before the segment, 1 if it is the segment's entry state). The map M of these steps comes first, alone: beside S
+    it would not fit into the registers."""
+    R: gl.constexpr = T.R
+    K: gl.constexpr = T.K
+    slots: gl.constexpr = T.slots
+    L: gl.constexpr = group_layout(K, gl.num_warps())
+    row = gl.arange(0, K, layout=gl.SliceLayout(1, L))[:, None]
+    col = gl.arange(0, K, layout=gl.SliceLayout(0, L))[None, :]
+    M = gl.where(row == col, 1.0, gl.zeros([K, K], gl.float32, L))
+    for it in range(work.tail):
+        slot = it % slots
+        mbarrier.wait(ring.full.index(slot), (it // slots) & 1)
+        mbarrier.wait(ring.ready.index(slot), (it // slots) & 1)
+        for c in gl.static_range(2):
+            M = advance(M, ring, slot, c, False, T)
+    small = ((gl.max(gl.max(gl.abs(M), 1), 0) <= 2.0**-DROP_BITS) | work.from_initial).to(gl.int32)
+    S = first_state(states, segment, work, HV, T)
+    for it in range(work.tail):
+        slot = it % slots
+        for c in gl.static_range(2):
+            S = advance(S, ring, slot, c, True, T)
+        mbarrier.arrive(ring.empty.index(slot), count=1)
+    if work.steps > 0:
+        gl.store(known_ptr + work.head * NS + segment, small)
+        if states.entry_ptr is not None:
+            r = gl.arange(0, R, layout=gl.SliceLayout(1, L))[:, None]
+            base = states.entry_ptr + (segment.to(gl.int64) * HV + work.head) * (T.V * K)
+            gl.store(base + (work.row0 + r) * K + col, S)
+    return S, small
+
+
+@gluon.jit
+def forward_scan(ring, out, states, known_ptr, work, segment, HV, NS, T: gl.constexpr):
     warps: gl.constexpr = gl.num_warps()
     K: gl.constexpr = T.K
     L: gl.constexpr = group_layout(K, warps)
@@ -117,8 +178,14 @@ def forward_scan(ring, out, states, work, segment, HV, T: gl.constexpr):
     slots: gl.constexpr = T.slots
     dtype: gl.constexpr = ring.kq.dtype
     per_slot: gl.constexpr = ring.g.dtype.primitive_bitwidth // 16
-    S = first_state(states, segment, work, HV, T)
-    for it in range(work.steps):
+    first = work.tail
+    stop = work.steps
+    if T.split == "tails":
+        S, small = tail_state(ring, states, known_ptr, work, segment, HV, NS, T)
+        stop = gl.where(small != 0, stop, first)
+    else:
+        S = first_state(states, segment, work, HV, T)
+    for it in range(first, stop):
         slot = it % slots
         phase = (it // slots) & 1
         mbarrier.wait(ring.full.index(slot), phase)
@@ -150,6 +217,11 @@ def forward_scan(ring, out, states, work, segment, HV, T: gl.constexpr):
             if not T.kg:
                 S = S * decay.load(L)
         mbarrier.arrive(ring.empty.index(slot), count=1)
+    if T.split == "tails":
+        for it in range(stop, work.steps):  # what is in flight must land before the block ends
+            slot = it % slots
+            mbarrier.wait(ring.ready.index(slot), (it // slots) & 1)
+            mbarrier.arrive(ring.empty.index(slot), count=1)
     tma.store_wait(0)
     last_state(states, S, work, HV, T)
 
@@ -215,4 +287,7 @@ def summary_scan(ring, states, sink, work, segment, HV, NS, T: gl.constexpr):
         else:
             base = sink.summary_ptr + at * (2 * K * K)
             gl.store(base + row * K + col, B)
-            gl.store(base + K * K + row * K + col, M)
+            high = M.to(gl.bfloat16)
+            parts = (base + K * K).to(gl.pointer_type(gl.bfloat16), bitcast=True)
+            gl.store(parts + row * K + col, high)
+            gl.store(parts + K * K + row * K + col, (M - high.to(gl.float32)).to(gl.bfloat16))

@@ -91,6 +91,8 @@ def locate(segments_ptr, known_ptr, segment, head, group, row0, NS, tail, T: gl.
     segments      the segment, from its entry state
     segments_all  the segment, if the entry states of all segments of its sequence are known; `whole` serves the other sequences
     whole         the sequence, if not all of them are known
+    tails         the segment, after `tail` steps before it that may give its entry state
+    rest          the segment, if its entry state was not known, by now it is
     state         with tail > 0 the last `tail` steps of the segment, for the entry state of the next one; with tail = 0 the segment's
                   (M, b), if the next one's entry state is not known"""
     row = segments_ptr + segment * COLUMNS
@@ -101,12 +103,18 @@ def locate(segments_ptr, known_ptr, segment, head, group, row0, NS, tail, T: gl.
     is_last = (end == gl.load(row + 4)).to(gl.int32)
     active = (sequence >= 0).to(gl.int32)
     start = begin
+    back = begin * 0
     known = known_ptr
     if T.split != "none":
         known += head * NS
     if T.split == "segments_all" or T.split == "whole":
         every = all_known(known, gl.load(row + 5), gl.load(row + 6))
         active = active * (every if T.split == "segments_all" else 1 - every)
+    if T.split == "tails":
+        back = gl.minimum(tail, (begin - first) // 32)
+        start = begin - 32 * back
+    if T.split == "rest":
+        active = active * (1 - gl.load(known + segment))
     if T.split == "state":
         active = active * (1 - is_last)
         if tail > 0:
@@ -116,8 +124,9 @@ def locate(segments_ptr, known_ptr, segment, head, group, row0, NS, tail, T: gl.
     live = active != 0
     steps = gl.where(live, (end - start + 31) // 32, 0)
     return Work(
-        sequence, start, end, steps, head, head // group, row0, live & (start == first), live & (start != first), live & (is_last != 0)
-    )
+        sequence, start, end, steps, gl.where(live, back, 0), head, head // group, row0, live & (start == first), live & (start != first),
+        live & (is_last != 0),
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["HV", "NS"])
@@ -125,7 +134,9 @@ def combine_kernel(
     summary_ptr, entry_ptr, known_ptr, whole_ptr, HV, NS, K: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     """entry[s + 1] = entry[s] M_s + b_s where it is not known, over the segments of a sequence, for ROWS rows of V. b of the first segment
-    starts from the initial state. Stops at the last unknown segment. Grid (N, HV, V / ROWS)."""
+    starts from the initial state. Stops at the last unknown segment. Grid (N, HV, V / ROWS).
+
+    M is a sum of two bf16 matrices (16 bits of mantissa) and so is the state: three products, in fp32 sums."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -143,10 +154,15 @@ def combine_kernel(
     S = tl.zeros([ROWS, K], tl.float32)
     for j in tl.range(0, end, num_stages=3):
         at = (s0 + j).to(tl.int64) * HV + head
-        b = tl.load(summary_ptr + at * (K * V + K * K) + r * K + k[None, :])
-        M = tl.load(summary_ptr + at * (K * V + K * K) + K * V + k[:, None] * K + k[None, :])
+        base = summary_ptr + at * (K * V + K * K)
+        b = tl.load(base + r * K + k[None, :])
+        parts = (base + K * V).to(tl.pointer_type(tl.bfloat16), bitcast=True) + k[:, None] * K + k[None, :]
+        high = tl.load(parts)
+        low = tl.load(parts + K * K)
         out = entry_ptr + (at + HV) * (K * V) + r * K + k[None, :]
         found = tl.load(known + j + 1) != 0
-        chained = tl.dot(S, M, b, input_precision="tf32x3")
+        S_high = S.to(tl.bfloat16)
+        S_low = (S - S_high.to(tl.float32)).to(tl.bfloat16)
+        chained = tl.dot(S_high, high, tl.dot(S_low, high, tl.dot(S_high, low, b)))
         S = tl.where(found, tl.load(out), chained)
         tl.store(out, S)

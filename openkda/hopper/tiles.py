@@ -118,6 +118,7 @@ class Work(NamedTuple):
     start: object  # first row
     end: object
     steps: object
+    tail: object  # how many of them come before the segment, to find its entry state
     head: object
     qk_head: object
     row0: object  # first row of V
