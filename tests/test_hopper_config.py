@@ -61,10 +61,10 @@ def test_lengths_choose_among_few_kernels(problem):
         assert len(tiles) <= 4
 
 
-def test_level_form_serves_unbounded_gates_and_fp16(problem):
-    assert not choose(problem).forward.level
-    assert choose(problem.replace(gate="softplus", lower_bound=None)).forward.level
-    assert choose(problem.replace(dtype=torch.float16)).forward.level
+def test_form_of_the_scores(problem):
+    assert choose(problem).forward.form == "product"
+    assert choose(problem.replace(gate="softplus", lower_bound=None)).forward.form == "halves"
+    assert choose(problem.replace(dtype=torch.float16)).forward.form == "levels"
 
 
 @pytest.mark.parametrize("descriptors", [0, 1])

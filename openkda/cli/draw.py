@@ -98,15 +98,16 @@ def draw_scan(axes: Axes, p: Problem, m: Mapping, lengths: tuple[int, ...] | Non
 
 def draw_scores(axes: Axes, m: Mapping) -> None:
     """The scores of one chunk: which pairs of rows meet in which product."""
-    C, levels = m.scores, [s for s in LEVELS if s < m.scores and (s >= BLOCK or m.form == "levels")]
+    C, inside = m.scores, {"product": BLOCK, "halves": BLOCK // 2, "levels": 1}[m.form]  # rows that share an anchor
+    levels = [s for s in LEVELS if inside <= s < C]
     for s in levels:
         for start in range(0, C, 2 * s):
             axes.add_patch(Rectangle((start, start + s), s, s, facecolor=LEVELS[s], edgecolor="white", lw=0.6))
     handles = [Patch(facecolor=LEVELS[s], label=f"{s} x {s}: decay counted from the row before") for s in reversed(levels)]
-    if m.form == "product":
-        for start in range(0, C, BLOCK):
-            axes.fill([start, start, start + BLOCK], [start, start + BLOCK, start + BLOCK], facecolor=INSIDE, edgecolor="white", lw=0.8)
-        handles.append(Patch(facecolor=INSIDE, label=f"{BLOCK} x {BLOCK}: decay counted from one row"))
+    if inside > 1:
+        for start in range(0, C, inside):
+            axes.fill([start, start, start + inside], [start, start + inside, start + inside], facecolor=INSIDE, edgecolor="white", lw=0.8)
+        handles.append(Patch(facecolor=INSIDE, label=f"{inside} x {inside}: decay counted from one row"))
     else:
         for row in range(C):
             axes.add_patch(Rectangle((row, row), 1, 1, facecolor="0.35"))

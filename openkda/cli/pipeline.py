@@ -49,7 +49,7 @@ class Mapping:
 
     chunk: int  # tokens per step of the state pass
     scores: int  # rows of the score blocks: the chunk of the algebra
-    form: str  # pairs inside a diagonal block of 16: "levels", or "product" about one anchor
+    form: str  # pairs inside a diagonal block of 16: "product" about one anchor, the same by "halves", or "levels"
     columns: int  # value columns of the state per program of the serial pass
     chunk_programs: str
     scan_programs: str
@@ -249,7 +249,7 @@ def mapping(p: Problem, backend: str) -> Mapping:
     from openkda.hopper.config import STEP, choose
 
     config = choose(p)
-    form = "levels" if config.forward.level else "product"
+    form = config.forward.form
     prepared = f"prepared in shared memory by {config.forward.preps} partitions of 4 warps"
     scan = f"one block per row, {config.forward.scan_warps} warps"
     return Mapping(STEP, scores, form, config.forward.R, prepared, scan, config.steps)

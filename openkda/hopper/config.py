@@ -29,7 +29,7 @@ class Tiles:
     outputs: bool  # True: the forward; False: state only (segment summaries)
     kg: bool  # True: a separate k * exp(G_C - G) tile for the state; False: the decay follows the product (bounded gates)
     gate: str  # "none", "softplus", "bounded"
-    level: bool  # scores in the level form, for unbounded gates and fp16 (levels.py)
+    form: str  # of the scores: "product" (bounded gates), "halves" (any gate, halves.py), "levels" (fp16, which has no range; levels.py)
     l2norm: bool
     beta: str  # "given", "sigmoid", "twice" (2 * sigmoid)
     state_v_first: bool
@@ -62,11 +62,11 @@ def base_tiles(problem: Problem, shape: dict, **changes: object) -> Tiles:
     """Tiles of a problem for one block shape; `changes` win."""
     p = problem
     gate = p.gate
-    level = p.dtype == torch.float16 or not p.bounded  # fp16 cannot hold k / exp(G)
+    form = "levels" if p.dtype == torch.float16 else "product" if p.bounded else "halves"
     fields = dict(
         K=p.K, V=p.V, outputs=True, gate=gate, l2norm=p.qk_l2norm, state_v_first=p.state_v_first, split="none", pdl=False,
         beta="given" if not p.beta_sigmoid else "twice" if p.neg_eigval else "sigmoid",
-        level=level, kg=level,
+        form=form, kg=form != "product",
     )  # fmt: skip
     tiles = Tiles(**{**fields, **shape, **changes})
     per_slot = slot_bytes(tiles, p.gate_dtype.itemsize)

@@ -1,7 +1,7 @@
 """The decay of a token: from the gate as given to log2 of the decay factor, fp32, for each gate form (docs/math.md).
 
     bounded    g = lower_bound * sigmoid(exp(A_log) (gate + dt_bias))      by exp2 and reciprocal
-    softplus   g = -exp(A_log) softplus(gate + dt_bias)                    relative error below 1e-5 however slow: series for small e^x
+    softplus   g = -exp(A_log) softplus(gate + dt_bias)                    relative error below 1e-5 however slow: a polynomial in e^-|x|
     none       the gate is g itself
 
 Each form is one multiply-add followed by the activation; the constants are per head and channel."""
@@ -9,7 +9,7 @@ Each form is one multiply-add followed by the activation; the constants are per 
 from __future__ import annotations
 
 from openkda.hopper.compat import gl, gluon
-from openkda.hopper.tiles import LOG2E, channel_layout, ex2, rcp, softplus2, to_f32
+from openkda.hopper.tiles import LOG2E, channel_layout, ex2, half_layout, rcp, softplus2, to_f32
 
 
 @gluon.jit
@@ -44,7 +44,7 @@ def gate_line(src, head, channel, T: gl.constexpr):
 @gluon.jit
 def decay_constants(src, work, T: gl.constexpr):
     K: gl.constexpr = T.K
-    L: gl.constexpr = channel_layout(K)
+    L: gl.constexpr = half_layout(K) if T.form == "halves" else channel_layout(K)
     channel = gl.arange(0, K, layout=gl.SliceLayout(0, gl.SliceLayout(1, L)))[None, None, :]
     return gate_line(src, work.head, channel, T)
 

@@ -1,7 +1,7 @@
 """Scores of 16x16 blocks: kd ki^T in one product, or in the level form.
 
 The product form multiplies exp(G_r) by exp(-G_i), which needs 16 tokens' decay within fp32's range, and bf16 tiles: bounded gates. The
-level form serves any gate and fp16 tiles: for s = 1, 2, 4, 8, rows of the odd s-block meet rows of the even s-block before it, both
+level form serves fp16 tiles, under any gate: for s = 1, 2, 4, 8, rows of the odd s-block meet rows of the even s-block before it, both
 anchored on the even block's last row, so that every factor is at most 1. An anchor precedes every row it serves: causality is bit-exact."""
 
 from __future__ import annotations
@@ -13,11 +13,22 @@ from openkda.hopper.tiles import block_layout, group_layout, scaled_exp2
 @gluon.jit
 def pair_scores(kd, ki):
     """rows (k0, q0, k1, q1) [64, K] against columns (k0, k1) [32, K], the blocks on the diagonal: [4, 16, 16] fp32"""
-    mma: gl.constexpr = block_layout()
+    return diagonal(all_pairs(kd, ki))
+
+
+@gluon.jit
+def all_pairs(kd, ki):
+    """The same for all blocks, [64, 32]"""
     w32: gl.constexpr = group_layout(32, 4)
-    b = gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(2, mma)))[:, None, None]
     s = warpgroup_mma(kd, ki.permute((1, 0)), gl.zeros([64, 32], gl.float32, w32), use_acc=False, is_async=True)
-    s = warpgroup_mma_wait(0, deps=(s,))
+    return warpgroup_mma_wait(0, deps=(s,))
+
+
+@gluon.jit
+def diagonal(s):
+    """The blocks on the diagonal of s [64, 32], as [4, 16, 16]"""
+    mma: gl.constexpr = block_layout()
+    b = gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(2, mma)))[:, None, None]
     s0, s1 = gl.split(s.reshape([4, 16, 2, 16]).permute((0, 1, 3, 2)))
     return gl.where(b < 2, gl.convert_layout(s0, mma), gl.convert_layout(s1, mma))
 

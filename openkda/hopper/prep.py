@@ -3,6 +3,7 @@
 Per block, r_k, r_q the inverse norms (1 without l2norm), G the inclusive base-2 prefix sum of the log decay:
 
     kd = k exp(G)    qd = q exp(G)    ki = k / exp(G)  (or kg = k exp(G_C - G))        norms, beta, scale: rows of 16x16 blocks only
+                                                  kd, qd with a factor 2^anchor, rows with its inverse (halves.py; else 1)
     A  = diag(beta r_k^2) tril(kd ki^T, -1)       Z = tril(qd ki^T)
     T0 = (I + A)^-1 diag(beta r_k)                by doubling the block size 2, 4, 8, 16: every iterate is the exact inverse of a
                                                   block-diagonal part, so nothing grows
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 from openkda.hopper.compat import fence_async_shared, gl, gluon, mbarrier, mma_v2, tma, warpgroup_mma, warpgroup_mma_wait
 from openkda.hopper.decay import decay_constants, log2_decay, neutral_gate
+from openkda.hopper.halves import anchor, half_step
 from openkda.hopper.levels import level_scores, pair_scores
 from openkda.hopper.tiles import add, block_layout, channel_layout, ex2, group_layout, last, rcp, rsqrt, scaled_exp2, to_f32
 
@@ -122,19 +124,20 @@ def row_norms(kq, T: gl.constexpr):
 
 @gluon.jit
 def finish_blocks(sc, tz, rows, columns, T: gl.constexpr):
-    """Scores to (T0, Z T0) of both blocks. In k rows, rows * columns is -beta r_k^2."""
+    """Scores to (T0, Z T0) of both blocks. In k rows, rows * columns is -beta r_k^2 2^-anchor."""
     mma: gl.constexpr = block_layout()
     i = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, mma)))[None, :, None]
     j = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, mma)))[None, None, :]
     dtype: gl.constexpr = tz.dtype
     by_row: gl.constexpr = gl.SliceLayout(2, mma)
-    A = gl.where(i > j, sc, 0.0) * gl.expand_dims(rows.load(by_row) * columns.load(by_row), 2)
+    up: gl.constexpr = 2.0 ** anchor(T)
+    A = gl.where(i > j, sc, 0.0) * gl.expand_dims((rows.load(by_row) * up) * columns.load(by_row), 2)
     inv = invert(A, dtype) * gl.expand_dims(columns.load(gl.SliceLayout(1, mma)), 1)
     tz.store(inv.to(dtype).reshape([64, 16]))
     fence_async_shared()
     if T.outputs:
         w16: gl.constexpr = group_layout(16, 4)
-        z = gl.where(i >= j, sc, 0.0).to(dtype).reshape([64, 16])
+        z = gl.where(i >= j, sc * up, 0.0).to(dtype).reshape([64, 16])
         z = gl.convert_layout(z, gl.DotOperandLayout(0, w16, 2))
         zero = gl.zeros([64, 16], gl.float32, w16)
         y0 = warpgroup_mma(z, tz.slice(0, 16, dim=0), zero, use_acc=False, is_async=True)
@@ -187,7 +190,7 @@ def product_step(kq, ki, tz, rows, columns, G, G_end, T: gl.constexpr):
 
 @gluon.jit
 def level_step(kq, ki, tz, rows, columns, G, G_end, T: gl.constexpr):
-    """The same for any gate, in the level form (levels.py)"""
+    """The same for fp16, any gate, in the level form (levels.py)"""
     K: gl.constexpr = T.K
     k, q = load_rows(kq, T)
     sc = level_scores(kq, ki, k, q, G, T)
@@ -214,16 +217,21 @@ def prepare_step(ring, src, work, it, columns, beta, consts, T: gl.constexpr):
     b = gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(2, mma)))[:, None, None]
     odd = (b % 2) == 1
     rr = row_norms(kq, T) if T.l2norm else gl.full([4, 16, 1], 1.0, gl.float32, mma)
-    rows.store((rr * gl.where(odd, src.scale, -1.0)).reshape([4, 16]))
+    down: gl.constexpr = 2.0 ** -anchor(T)
+    rows.store((rr * (gl.where(odd, src.scale, -1.0) * down)).reshape([4, 16]))
     columns.store((beta * rr).reshape([4, 16]))
-    raw = ring.g.index(slot).reshape([2, 16, K]).load(channel_layout(K))
-    G = gl.associative_scan(log2_decay(raw, consts, T), 1, add)
-    G_end = gl.reduce(G, 1, last)  # [2, K]
-    ring.decay.index(slot).store(ex2(G_end))
-    if T.level:
-        level_step(kq, ki, tz, rows, columns, G, G_end, T)
+    if T.form == "halves":
+        sc = half_step(kq, ki, ring.g.index(slot), ring.decay.index(slot), consts, T)
+        finish_blocks(sc, tz, rows, columns, T)
     else:
-        product_step(kq, ki, tz, rows, columns, G, G_end, T)
+        raw = ring.g.index(slot).reshape([2, 16, K]).load(channel_layout(K))
+        G = gl.associative_scan(log2_decay(raw, consts, T), 1, add)
+        G_end = gl.reduce(G, 1, last)  # [2, K]
+        ring.decay.index(slot).store(ex2(G_end))
+        if T.form == "levels":
+            level_step(kq, ki, tz, rows, columns, G, G_end, T)
+        else:
+            product_step(kq, ki, tz, rows, columns, G, G_end, T)
 
 
 @gluon.jit

@@ -1,0 +1,159 @@
+"""The any-gate form of the Hopper forward (openkda/hopper/halves.py): its algebra and ranges in torch; on a GPU against the recurrence."""
+
+import re
+import struct
+
+import pytest
+import torch
+
+from openkda.hopper.config import choose
+from openkda.hopper.halves import ANCHOR, held
+from openkda.hopper.tiles import softplus2
+from openkda.testing import make_case, relative_error
+
+A = ANCHOR.value
+BF16 = lambda x: x.to(torch.bfloat16).float()
+
+
+def constants(function):
+    """The fp32 constants in a function's PTX, in order"""
+    return [struct.unpack(">f", bytes.fromhex(word))[0] for word in re.findall(r"0f([0-9A-F]{8})", function.src)]
+
+
+FORGET = constants(held)[0]
+
+
+def ex2(x):
+    y = torch.exp2(x)
+    return torch.where(y < 2.0**-126, 0.0, y)
+
+
+def halves(k, q, g):
+    """(k.k scores, q.k scores, kd, qd, kg, decay) of blocks [N, 16, K] from log2 decays g, every tile rounded to bf16"""
+    x = g.clamp(min=FORGET)
+    G0, G1 = x[:, :8].cumsum(1), x[:, 8:].cumsum(1)
+    e0, e1 = G0[:, -1:], G1[:, -1:]
+    n = e0.floor()
+    n0 = (n * 0.5).floor()
+    E = torch.cat([G0 + A, G1 + (e0 - n + A)], 1)
+    columns = BF16(k * ex2(-E))
+    near = [BF16(x * ex2(E)) for x in (k, q)]
+    shifted = lambda x: torch.cat([x[:, :8], BF16(BF16(x[:, 8:] * ex2(n0)) * ex2(n - n0))], 1)
+    far = [shifted(x) for x in near]
+    i, j = torch.arange(16)[:, None], torch.arange(16)[None]
+    across = (i >= 8) & (j < 8)
+    kk, qk = (torch.where(across, f @ columns.mT, r @ columns.mT) for r, f in zip(near, far, strict=True))
+    G = torch.cat([G0, G1 + e0], 1)
+    kg = BF16(k * ex2(G[:, -1:] - G))
+    return torch.where(i > j, kk, 0.0), torch.where(i >= j, qk, 0.0), *(x.double() * 2.0**-A for x in far), kg, ex2(e0 + e1)
+
+
+def decays(g):
+    """[N, 17, 17, K] fp64: from row i to row r the decay of tokens i .. r-1, 0 for i > r. Sums token by token: differences of prefix
+    sums would lose what lies beside a spike."""
+    out = torch.full((g.shape[0], 17, 17, g.shape[2]), -torch.inf, dtype=torch.float64)
+    for r in range(17):
+        out[:, r, r] = 0.0
+        for i in range(r - 1, -1, -1):
+            out[:, r, i] = out[:, r, i + 1] + g[:, i]
+    return torch.exp2(out)
+
+
+GATES = {
+    "zero": lambda u: 0.0 * u,
+    "slow": lambda u: -0.01 * u,
+    "fast": lambda u: -24.0 * u,
+    "fastest": lambda u: -25.0 + 0.0 * u,
+    "spikes": lambda u: torch.where(u < 0.2, -1000.0, -0.05),
+    "one spike": lambda u: torch.where(u == u.amax(1, keepdim=True), -1e30, -0.1 * u),
+    "mixed": lambda u: torch.where(torch.arange(u.shape[2]) % 2 == 0, -72.0, -0.01) * u,
+    "given -inf": lambda u: torch.where(u < 0.1, -torch.inf, -1.0 * u),
+}
+
+
+@pytest.mark.parametrize("size", [2.0**-20, 1.0, 2.0**19])
+@pytest.mark.parametrize("gate", GATES)
+def test_tiles_and_scores_of_any_gate(gate, size):
+    """Each within bf16's rounding of what it is made of, plus 2^-25 of what a token forgets (2^-22 where the halves meet)."""
+    gen = torch.Generator().manual_seed(0)
+    k, q = BF16(size * torch.randn(8, 16, 64, generator=gen)), BF16(torch.randn(8, 16, 64, generator=gen))
+    g = GATES[gate](torch.rand(8, 16, 64, generator=gen))
+    kk, qk, kd, qd, kg, decay = halves(k, q, g)
+    true = decays(g)
+    within = true[:, 1:, 1:]
+    for mine, rows, low in ((kk, k, -1), (qk, q, 0)):
+        pairs = lambda a, b, f: torch.einsum("nrc,nic,nric->nri", a.double(), b.double(), f).tril(low)  # noqa: B023
+        assert mine.isfinite().all()
+        assert ((mine.double() - pairs(rows, k, within)).abs() <= pairs(rows.abs(), k.abs(), 2.0**-7 * within + 2.0**-22)).all()
+    for mine, raw, factor in ((kd, k, true[:, 1:, 0]), (qd, q, true[:, 1:, 0]), (kg, k, true[:, 16, 1:])):
+        want = raw.double() * factor
+        assert ((mine.double() - want).abs() <= 2.0**-7 * want.abs() + 2.0**-25 * raw.double().abs()).all()
+    assert ((decay.double() - true[:, 16:, 0]).abs() <= 1e-5 * true[:, 16:, 0] + 2.0**-25).all()
+
+
+def test_softplus_polynomial():
+    """Relative error of log2(1 + 2^x) below 1e-5 however slow the decay is."""
+    *words, zero = constants(softplus2)
+    assert zero == 0.0
+    x = torch.linspace(-60, 60, 100001)
+    e = torch.exp2(-x.abs())
+    p = torch.full_like(e, words[0])
+    for c in words[1:]:
+        p = p * e + c
+    want = torch.log1p(torch.exp2(x.double())) / torch.log(torch.tensor(2.0, dtype=torch.float64))
+    assert (((p * e + x.clamp(min=0)).double() - want) / want).abs().max() < 2e-6
+
+
+def spiked(**kw):
+    """Resets of single tokens, of stretches across a half's and a block's end, of half the channels, among slow decays"""
+    c = make_case(
+        "init", T=160, H=2, K=128, dtype=torch.bfloat16, bounded=False, raw=False, gate_dtype=torch.float32, state_v_first=True,
+        device="cuda", **kw,
+    )  # fmt: skip
+    g = c.args["g"]
+    for at, value in ((5, -1000.0), (37, -11.0), (slice(70, 82), -50.0), (100, -1e4), (127, -30.0), (128, -30.0)):
+        g[:, at] = value
+    g[:, 120, :, ::2] = -300.0
+    return c
+
+
+@pytest.mark.gpu
+@pytest.mark.hopper
+@pytest.mark.parametrize("qk_l2norm", [True, False])
+def test_resets_row_by_row(qk_l2norm):
+    from openkda.hopper import launch
+
+    c = spiked(qk_l2norm=qk_l2norm)
+    problem, inputs = c.described()
+    o, _ = launch.forward(problem, inputs, choose(problem))
+    want, twin = (x.double() for x in (c.oracle[0], c.twin[0]))
+    size = want.norm(dim=-1)
+    error, allowed = (o.double() - want).norm(dim=-1) / size, (twin - want).norm(dim=-1) / size
+    assert error.max() <= 2 * allowed.max()  # a row's own error is a sum of few rounded numbers: the worst rows are compared
+
+
+@pytest.mark.gpu
+@pytest.mark.hopper
+@pytest.mark.parametrize("size", [1e-3, 1e3])
+def test_size_of_keys_and_queries_cancels(size):
+    """l2norm is inside: keys and queries of any size give what normal ones give."""
+    from openkda.hopper import launch
+
+    c = make_case("mixed", T=100, H=2, K=128, dtype=torch.bfloat16, bounded=False, state_v_first=True, device="cuda")
+    for name in ("q", "k"):
+        c.args[name] = c.args[name] * size
+    problem, inputs = c.described()
+    o, _ = launch.forward(problem, inputs, choose(problem))
+    assert relative_error(o, c.oracle[0]) <= 2 * relative_error(c.twin[0], c.oracle[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.hopper
+def test_nan_in_the_gate_is_seen():
+    from openkda.hopper import launch
+
+    c = make_case("init", T=64, H=2, K=128, dtype=torch.bfloat16, bounded=False, state_v_first=True, device="cuda")
+    c.args["g"][0, 40, 1, 7] = torch.nan
+    problem, inputs = c.described()
+    o, _ = launch.forward(problem, inputs, choose(problem))
+    assert o[:, 40:, 1].isnan().all() and o[:, :32].isfinite().all() and o[:, :, 0].isfinite().all()
