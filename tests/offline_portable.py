@@ -4,6 +4,7 @@ import torch
 from offline import CAPABILITY
 
 from openkda.portable import forward
+from openkda.portable.short_conv import silu_conv
 from openkda.testing import make_case
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -21,6 +22,12 @@ def compile_problem(target: str, name: str) -> None:
     """Compile the forward of one of PROBLEMS."""
     problem, inputs = make_case("random", T=32, **PROBLEMS[name]).described()
     forward(problem.replace(device_type="cuda", capability=CAPABILITY[target]), inputs)
+
+
+def compile_short_conv(target: str) -> None:
+    """Compile the short convolution of a layer and its gradients."""
+    stream, weight = torch.zeros(2, 99, 512, dtype=BF16, requires_grad=True), torch.zeros(512, 1, 4, requires_grad=True)
+    torch.autograd.grad(silu_conv(stream, weight, None).sum(), (stream, weight))
 
 
 def compile_all(target: str) -> None:

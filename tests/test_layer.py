@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from openkda import layer as layer_module
+from openkda import short_conv as conv_module
 from openkda.layer import KDACache, KimiDeltaAttention, Packing, gated_rms_norm, short_conv
 
 HIDDEN = 24
@@ -341,7 +342,7 @@ def test_an_installed_causal_conv1d_gets_the_windowed_stream(monkeypatch):
     x, weight, state = torch.randn(2, 6, 5), torch.randn(5, 1, 4), torch.randn(2, 5, 3)
     expected = short_conv(x, weight, state=state)[0]
     monkeypatch.setitem(__import__("sys").modules, "causal_conv1d", Package)
-    monkeypatch.setattr(layer_module, "uses_causal_conv1d", lambda stream, taps: True)
+    monkeypatch.setattr(conv_module, "uses_causal_conv1d", lambda stream, taps: True)
     torch.testing.assert_close(short_conv(x, weight, state=state)[0], expected)
     assert calls == [(2, 5, 9)]
 

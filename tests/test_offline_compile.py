@@ -11,6 +11,13 @@ def test_portable_forward(target):
     assert faults(target, kernels) == []
 
 
+@pytest.mark.parametrize("target", TARGETS)
+def test_short_conv(target):
+    kernels = in_subprocess(target, "offline_portable:compile_short_conv")
+    assert {k.name for k in kernels} == {"conv_forward_kernel", "conv_backward_kernel"}
+    assert faults(target, kernels) == []
+
+
 # Bytes per thread. Two overlapping programs of four warps that spill beat one of eight that does not: 0.98 against 1.58 ms on an H200.
 SPILLS = {"input_gradients_kernel": 448, "both_scans_kernel": 64}
 
