@@ -33,6 +33,7 @@ def add_training_arguments(parser: argparse.ArgumentParser, *, steps: int, batch
     parser.add_argument("--batch", type=int, default=batch, help=f"sequences a step (default {batch})")
     parser.add_argument("--length", type=int, default=length, help=f"tokens a sequence (default {length})")
     parser.add_argument("--lr", type=float, default=lr, help=f"peak learning rate (default {lr})")
+    parser.add_argument("--weight-decay", type=float, default=0.1, help="of the matrices (default 0.1)")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and data (default 0)")
     parser.add_argument("--out", type=Path, required=True, help="folder for weights, curve and log")
     parser.add_argument("--resume", action="store_true", help="go on from the state saved in --out")
@@ -135,7 +136,7 @@ def fit(
     if options.resume and not state_path.exists():
         raise FileNotFoundError(f"--resume: there is no {state_path} to go on from")
     options.out.mkdir(parents=True, exist_ok=True)
-    optimizer = adamw(model, options.lr)
+    optimizer = adamw(model, options.lr, options.weight_decay)
     history, first = History(), 0
     if options.resume:
         state = torch.load(state_path, map_location=options.device, weights_only=True)
