@@ -39,6 +39,7 @@ def add_training_arguments(parser: argparse.ArgumentParser, *, steps: int, batch
     parser.add_argument("--resume", action="store_true", help="go on from the state saved in --out")
     parser.add_argument("--time-limit", type=float, default=math.inf, help="seconds after which training ends, its schedule included")
     parser.add_argument("--eval-every", type=int, default=100, help="steps between evaluations (default 100)")
+    parser.add_argument("--no-graph", action="store_true", help="on a GPU launch every step, as a backend needs that reads values on the host")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="torch device")
 
 
@@ -62,9 +63,11 @@ class Step:
 
     WARM_UP = 3  # kernels compile and the optimiser makes its state
 
-    def __init__(self, model: nn.Module, loss_of: Callable[..., Tensor], optimizer: torch.optim.Optimizer, precision: torch.autocast):
+    def __init__(self, model: nn.Module, loss_of: Callable[..., Tensor], optimizer: torch.optim.Optimizer, precision: torch.autocast,
+                 *, record: bool = True):  # fmt: skip
+        """precision: for the loss, its device that of the model; record: replay a graph where the device has graphs."""
         self.model, self.loss_of, self.optimizer, self.precision = model, loss_of, optimizer, precision
-        self.stream = torch.cuda.current_stream() if precision.device == "cuda" else None
+        self.stream = torch.cuda.current_stream() if record and precision.device == "cuda" else None
         self.seen: dict[tuple[torch.Size, ...], int] = {}
         self.recorded: dict[tuple[torch.Size, ...], tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...], Tensor]] = {}
 
@@ -170,7 +173,7 @@ def fit(
     step = first
     with Progress(*columns) as progress, own_stream(options.device):
         task = progress.add_task("training", total=options.steps, completed=first)
-        update = Step(model, loss_of, optimizer, precision)
+        update = Step(model, loss_of, optimizer, precision, record=not options.no_graph)
         while step < options.steps:
             fraction = max(step / options.steps, (time.monotonic() - began) / options.time_limit)
             if fraction >= 1:
