@@ -39,7 +39,7 @@ def add_training_arguments(parser: argparse.ArgumentParser, *, steps: int, batch
     parser.add_argument("--resume", action="store_true", help="go on from the state saved in --out")
     parser.add_argument("--time-limit", type=float, default=math.inf, help="seconds after which training ends, its schedule included")
     parser.add_argument("--eval-every", type=int, default=100, help="steps between evaluations (default 100)")
-    parser.add_argument("--no-graph", action="store_true", help="on a GPU launch every step, as a backend needs that reads values on the host")
+    parser.add_argument("--no-graph", action="store_true", help="launch every step on a GPU: for backends that read values on the host")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="torch device")
 
 
