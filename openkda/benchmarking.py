@@ -40,8 +40,9 @@ ORACLE_HEADS = 2  # heads whose results are held against fp64
 ORACLE_TOKENS = 32768  # longest call that is held against it
 _MIXED = (1300, 547, 2048, 963, 271, 3063)  # sequence lengths of mix6
 _DOCUMENTS = tuple(round(20 * 200 ** (i * 37 % 64 / 63)) for i in range(64))  # of docs64: 20 to 4000 tokens, log-uniform, shuffled
-_NAMED = {"mix6": _MIXED, "docs64": _DOCUMENTS}
-_NAME = re.compile(r"(?:T(\d+)|(\d+)x(\d+)|(mix6|docs64))_H(\d+)(?:_HV(\d+))?(?:_N(\d+))?(?:_D(\d+))?")
+_SHORT = tuple(7 + 11 * i % 293 for i in range(60))  # of short60: 7 to 297 tokens
+_NAMED = {"mix6": _MIXED, "docs64": _DOCUMENTS, "short60": _SHORT, "longtail": (*_SHORT[:30], 16384, *_SHORT[30:])}
+_NAME = re.compile(rf"(?:T(\d+)|(\d+)x(\d+)|({'|'.join(_NAMED)}))_H(\d+)(?:_HV(\d+))?(?:_N(\d+))?(?:_D(\d+))?")
 
 
 @dataclass(frozen=True)
@@ -57,8 +58,8 @@ class Shape:
     @staticmethod
     def parse(name: str) -> Shape:
         """T8192_H64: one sequence. T8192_H12_N4 or 4x2048_H12: four of 2048 tokens. mix6_H64: six of uneven length, 8192 tokens in all.
-        docs64_H32: 64 of 20 to 4000 tokens. _HV sets the value heads (default H), _D the head dimension (default 128). ValueError for
-        anything else."""
+        docs64_H32: 64 of 20 to 4000 tokens. short60_H16: sixty of 7 to 297 tokens; longtail_H16: one of 16384 tokens among them.
+        _HV sets the value heads (default H), _D the head dimension (default 128). ValueError for anything else."""
         found = _NAME.fullmatch(name)
         if not found:
             raise ValueError(f"shape is {name!r}; it must look like T8192_H64, T8192_H12_N4, 8x1024_H64 or mix6_H64")

@@ -270,9 +270,9 @@ def describe(
         lengths = check_cu_seqlens(cu_seqlens, cu_seqlens_cpu, problem.T)
     if cu_seqlens is not None and cu_seqlens.device != q.device:
         cu_seqlens = cu_seqlens.to(q.device)
-    if A_log is not None:
+    if A_log is not None and A_log.ndim != 1:
         A_log = A_log.reshape(problem.HV)
-    if dt_bias is not None:
+    if dt_bias is not None and dt_bias.ndim != 2:
         dt_bias = dt_bias.reshape(problem.HV, problem.K)
     return problem, Inputs(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, lengths)
 

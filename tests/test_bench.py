@@ -63,6 +63,7 @@ def toy_cell(name=TOY, regime="random", gate="bounded"):
         ("8x1024_H64", (1024,) * 8, 64, 64, 128),
         ("mix6_H64", (1300, 547, 2048, 963, 271, 3063), 64, 64, 128),
         ("T64_H2_HV6_N2_D16", (32, 32), 2, 6, 16),
+        ("short60_H4", tuple(7 + 11 * i % 293 for i in range(60)), 4, 4, 128),
     ],
 )
 def test_shape_names(name, lengths, H, HV, D):
@@ -76,6 +77,7 @@ def test_shape_refusals(name):
 
 
 def test_every_named_shape_parses():
+    assert Shape.parse("longtail_H4").tokens == Shape.parse("short60_H4").tokens + 16384
     assert len(GPU_SHAPES) == 9
     assert all(Shape.parse(name).name == name for name in GPU_SHAPES + CPU_SHAPES)
 
