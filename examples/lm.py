@@ -111,6 +111,7 @@ def main(arguments: list[str] | None = None) -> dict:
         options=options,
         evaluate=lambda: sum(loss_of(model, w).item() for w in test_windows) / len(test_windows),
         eval_name="held-out nats/byte",
+        record=options.backend != "torch",
     )
     tokens = history.eval_step[-1] * options.batch * options.length
     summary = {

@@ -150,7 +150,8 @@ def main(arguments: list[str] | None = None) -> dict:
         right = sum((logits_of(tokens).argmax(-1) == targets).sum() for tokens, targets in held_out)  # IGNORE is no symbol
         return right.item() / sum((targets != IGNORE).sum().item() for _, targets in held_out)
 
-    history = fit(model, batch_at, loss_of, options=options, evaluate=accuracy, eval_name="accuracy", stop_at=options.stop_at)
+    history = fit(model, batch_at, loss_of, options=options, evaluate=accuracy, eval_name="accuracy", stop_at=options.stop_at,
+                  record=options.backend != "torch")  # fmt: skip
     summary = {
         "task": options.task,
         "command": "python examples/synthetic.py " + " ".join(sys.argv[1:] if arguments is None else arguments),

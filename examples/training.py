@@ -39,7 +39,6 @@ def add_training_arguments(parser: argparse.ArgumentParser, *, steps: int, batch
     parser.add_argument("--resume", action="store_true", help="go on from the state saved in --out")
     parser.add_argument("--time-limit", type=float, default=math.inf, help="seconds after which training ends, its schedule included")
     parser.add_argument("--eval-every", type=int, default=100, help="steps between evaluations (default 100)")
-    parser.add_argument("--no-graph", action="store_true", help="launch every step on a GPU: for backends that read values on the host")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="torch device")
 
 
@@ -123,6 +122,7 @@ def fit(
     evaluate: Callable[[], float],
     eval_name: str,
     stop_at: float | None = None,
+    record: bool = True,
 ) -> History:
     """Train `model` in place.
 
@@ -134,6 +134,7 @@ def fit(
         evaluate: () -> the figure of merit, called in eval mode without gradients every `eval_every` steps and at the end.
         eval_name: its name, for the bar and the curve.
         stop_at: end early once the figure of merit reaches this value.
+        record: on a GPU replay the step as a graph; False for a step that reads values on the host.
     """
     state_path = options.out / "state.pt"
     if options.resume and not state_path.exists():
@@ -173,7 +174,7 @@ def fit(
     step = first
     with Progress(*columns) as progress, own_stream(options.device):
         task = progress.add_task("training", total=options.steps, completed=first)
-        update = Step(model, loss_of, optimizer, precision, record=not options.no_graph)
+        update = Step(model, loss_of, optimizer, precision, record=record)
         while step < options.steps:
             fraction = max(step / options.steps, (time.monotonic() - began) / options.time_limit)
             if fraction >= 1:
