@@ -30,21 +30,21 @@ def prefill(case, backend, slots, **options):
     return kda_prefill(**case.arguments(state_indices=indices(slots, case), backend=backend, **options))
 
 
-def chunk_twin(case, n, slot, backend, tokens=None):
-    """(o, last state) of sequence n by chunk_kda: the pool may not add to its error."""
+def chunk_twin(case, n, slot, tokens=None):
+    """(o, last state) of sequence n by the chunk form in torch: neither kernels nor the pool may add much to its error."""
     q, k, v, gate, beta = (case.tokens[x].flatten(0, 1)[None, case.rows(n)][:, :tokens] for x in TOKENS)
     initial = None if slot is None else case.before.as_strided(case.pool.shape, case.pool.stride())[slot][None].float()
     o, final = chunk_kda(
         q, k, v, gate, beta, **case.params, initial_state=initial, use_gate_in_kernel=True, use_qk_l2norm_in_kernel=True,
-        use_beta_sigmoid_in_kernel=True, output_final_state=True, state_v_first=case.v_first, backend=backend,
+        use_beta_sigmoid_in_kernel=True, output_final_state=True, state_v_first=case.v_first, backend="torch",
     )  # fmt: skip
     return o[0], final[0]
 
 
-def check(case, o, reads, writes, backend):
+def check(case, o, reads, writes):
     """o [1, T, ..] of every sequence, given the slot it read (None: zeros), and the slot it wrote; nothing else was touched."""
     for n, (slot, target) in enumerate(zip(reads, writes)):
-        want, twin = case.oracle(n, slot), chunk_twin(case, n, slot, backend)
+        want, twin = case.oracle(n, slot), chunk_twin(case, n, slot)
         assert_close(f"o of sequence {n}", o[0, case.rows(n)], want[0], twin[0])
         assert_close(f"slot {target}", case.pool[target], want[1][-1], twin[1].to(case.pool.dtype))
     assert_untouched(case, set(writes))
@@ -56,7 +56,7 @@ def check(case, o, reads, writes, backend):
 def test_ragged_batch_of_one_token_and_long_sequences(backend, v_first, bounded, regime, device):
     case = make(lengths=[1, 40, 0, 3], slots=7, used=[1, 2, 3, 5], v_first=v_first, bounded=bounded, regime=regime, device=device)
     o = prefill(case, backend, [5, 1, 3, 2])
-    check(case, o, [5, 1, 3, 2], [5, 1, 3, 2], backend)
+    check(case, o, [5, 1, 3, 2], [5, 1, 3, 2])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -65,7 +65,7 @@ def test_has_initial_state_false_never_reads_the_slot(backend, device):
     case = make(lengths=[1, 20, 0], slots=6, used=[2], device=device)
     flags = torch.tensor([False, True, False], device=device)
     o = prefill(case, backend, [1, 2, 4], has_initial_state=flags)
-    check(case, o, [None, 2, None], [1, 2, 4], backend)
+    check(case, o, [None, 2, None], [1, 2, 4])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -73,7 +73,7 @@ def test_has_initial_state_false_never_reads_the_slot(backend, device):
 def test_pads_give_zeros(backend, pad_slot, device):
     case = make(lengths=[5, 18, 2, 4], slots=5, used=[3], device=device)
     o = prefill(case, backend, [pad_slot, 3, 5, -9], pad_slot=pad_slot)
-    assert_close("o", o[0, 5:23], case.oracle(1, 3)[0], chunk_twin(case, 1, 3, backend)[0])
+    assert_close("o", o[0, 5:23], case.oracle(1, 3)[0], chunk_twin(case, 1, 3)[0])
     assert (o[0, :5] == 0).all() and (o[0, 23:] == 0).all()
     assert_untouched(case, {3})
 
@@ -89,7 +89,7 @@ def test_rows_past_the_last_sequence_are_zeros(backend, device):
     o = prefill(case, backend, [1, 2, -1, -1], cu_seqlens=padded)
     case.tokens = short
     assert (o[0, 23:] == 0).all()
-    check(case, o[:, :23], [1, 2], [1, 2], backend)
+    check(case, o[:, :23], [1, 2], [1, 2])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -99,9 +99,9 @@ def test_checkpoints(backend, state_dtype, device):
     states = torch.full((5, *case.pool.shape[1:]), float("nan"), device=device)
     sequence, offset = [0, 2, 0, 2, 2], [32, 16, 16, 32, 16]
     o = prefill(case, backend, [1, 2, 3], checkpoints=Checkpoints(states, sequence, offset))
-    check(case, o, [1, 2, 3], [1, 2, 3], backend)
+    check(case, o, [1, 2, 3], [1, 2, 3])
     for m, (n, p) in enumerate(zip(sequence, offset)):
-        want, twin = case.oracle(n, n + 1)[1][p], chunk_twin(case, n, n + 1, backend, tokens=p)[1]
+        want, twin = case.oracle(n, n + 1)[1][p], chunk_twin(case, n, n + 1, tokens=p)[1]
         assert_close(f"checkpoint {m}", states[m], want, twin)
 
 
@@ -120,7 +120,7 @@ def test_prefill_then_decode_equals_one_prefill(backend, v_first, split, device)
         case.tokens = {n: x[:, t : t + 3] for n, x in whole.items()}
         o[:, t : t + 3] = kda_decode(**case.arguments(state_indices=indices([2], case), backend=backend))
     case.tokens = whole
-    twin = chunk_twin(case, 0, 2, backend)
+    twin = chunk_twin(case, 0, 2)
     assert_close("o", o[0], want_o, twin[0])
     assert_close("state", case.pool[2], want_states[-1], twin[1])
 
@@ -402,7 +402,7 @@ def test_prefill_graph_replay_with_changing_slots_and_lengths(backend, device):
             if slot < 0:
                 assert (rows == 0).all()
                 continue
-            want, twin = case.oracle(n, slot if own else None), chunk_twin(case, n, slot if own else None, backend)
+            want, twin = case.oracle(n, slot if own else None), chunk_twin(case, n, slot if own else None)
             assert_close(f"o {n}", rows, want[0], twin[0])
             assert_close(f"slot {slot}", case.pool[slot], want[1][-1], twin[1])
         assert (out[0, sum(lengths) :] == 0).all()
