@@ -33,8 +33,8 @@ demo: $(STAMP)
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist worksteal -q
 
-# Apart from test: tracing more than doubles the time that Triton's interpreter takes. So --thin leaves out cases that differ in sizes only,
-# and files are left out that run the same lines on other inputs: the total is a lower bound of what `make test` covers.
+# Apart from test: tracing doubles the time that Triton's interpreter takes. So --thin runs some of a file's interpreted tests, and files are
+# left out that run the same lines on other inputs: the total is a lower bound of what `make test` covers.
 # A target per test file: `make -j2 coverage` runs two at a time, and a run that was cut goes on where it stood.
 OTHER_INPUTS := tests/test_faults.py tests/test_faults_of_calls.py tests/test_properties.py tests/test_gradients.py
 COVERED := $(patsubst tests/%.py,out/coverage/%.data,$(filter-out $(OTHER_INPUTS),$(wildcard tests/test_*.py)))
@@ -46,7 +46,7 @@ coverage: $(COVERED)
 
 out/coverage/%.data: tests/%.py $(SOURCES) $(STAMP)
 	@mkdir -p $(@D)
-	OMP_NUM_THREADS=1 COVERAGE_FILE=$@.part $(PY) -m pytest -q -p no:xdist --thin --cov --cov-report= $<
+	OMP_NUM_THREADS=1 COVERAGE_FILE=$@.part $(PY) -m pytest -q -p no:xdist --thin 16 --cov --cov-report= $<
 	@mv $@.part $@
 
 lint: $(STAMP)

@@ -12,15 +12,15 @@ torch.set_num_threads(1)  # the tensors are small: threads that wait for each ot
 
 
 def pytest_addoption(parser):
-    parser.addoption("--thin", action="store_true", help="of every test that takes `device`, only the first and the last of its cases")
+    parser.addoption("--thin", type=int, metavar="N", help="of each file's tests that take `device`, only about N, at even distances")
 
 
-def ends(items):
-    """The first and the last case of every test function, in order."""
-    cases = {}
+def spread(items, count):
+    """About `count` of the tests of each file, the last among them."""
+    files = {}
     for item in items:
-        cases.setdefault(item.nodeid.split("[")[0], []).append(item)
-    return [item for group in cases.values() for item in dict.fromkeys((group[0], group[-1]))]
+        files.setdefault(item.path, []).append(item)
+    return [item for tests in files.values() for item in tests[:: -max(1, len(tests) // count)]]
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m looks at markers
@@ -30,7 +30,7 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker("device")
     if config.getoption("--thin"):
         runnable = [x for x in items if x.get_closest_marker("device") and not x.get_closest_marker("gpu")]
-        dropped = set(runnable) - set(ends(runnable))
+        dropped = set(runnable) - set(spread(runnable, config.getoption("--thin")))
         config.hook.pytest_deselected(items=list(dropped))
         items[:] = [item for item in items if item not in dropped]
     capability = torch.cuda.get_device_capability() if HAS_GPU else (0, 0)
