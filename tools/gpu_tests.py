@@ -56,6 +56,8 @@ def header(commit: str | None) -> dict[str, object]:
 class Record:
     """A pytest plugin of the process that collects the workers' reports."""
 
+    every = 2.0  # seconds between two writes
+
     def __init__(self, path: Path, report: dict[str, object]):
         self.path, self.report = path, report
         self.started, self.written = time.monotonic(), 0.0
@@ -75,7 +77,7 @@ class Record:
             test.update(outcome="skipped", reason=report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr))
         if report.user_properties and report.when == "call":
             test.update(report.user_properties)
-        if report.when == "teardown" and time.monotonic() - self.written > 2:
+        if report.when == "teardown" and time.monotonic() - self.written > self.every:
             self.write()
 
     def write(self) -> None:
