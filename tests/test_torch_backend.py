@@ -1,9 +1,11 @@
 """The torch backend against the fp64 recurrence: regimes, shapes, dtypes, both scans, the level form, chunk-entry states."""
 
+import math
+
 import pytest
 import torch
 
-from openkda import chunk_kda, fused_recurrent_kda, torch_backend
+from openkda import chunk_kda, fused_recurrent_kda, torch_forward, torch_scores
 from openkda.reference import naive_chunk_kda, naive_recurrent_kda
 from openkda.testing import REGIMES, assert_close, make_case, relative_error
 
@@ -49,7 +51,7 @@ def test_segments_join(monkeypatch):
     """A sequence cut into segments of one chunk_size is the sequence."""
     case = make_case("mixed", B=2, T=200, H=2, K=16)
     o, S = chunk_kda(**case.args)
-    monkeypatch.setattr(torch_backend, "CPU_SEGMENT_ROWS", 1)
+    monkeypatch.setattr(torch_forward, "CPU_SEGMENT_ROWS", 1)
     o2, S2 = chunk_kda(**case.args)
     assert torch.equal(o, o2) and torch.equal(S, S2)
 
@@ -89,7 +91,7 @@ def test_level_scores(speed):
     q, k, g = torch.randn(3, 16, 8).double(), torch.randn(3, 16, 8).double(), -speed * torch.rand(3, 16, 8).double()
     G = g.cumsum(-2)
     decay = (G[:, :, None] - G[:, None]).masked_fill(~torch.ones(16, 16, dtype=torch.bool).tril()[..., None], float("-inf")).exp()
-    for actual, x, diagonal in zip(torch_backend.level_scores(q, k, G).split(16, 1), (q, k), (0, -1)):
+    for actual, x, diagonal in zip(torch_scores.level_scores(q, k, G / math.log(2)).split(16, 1), (q, k), (0, -1)):
         expected = torch.einsum("nrc,nic,nric->nri", x, k, decay).tril(diagonal)
         torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-14)
 

@@ -95,25 +95,25 @@ def stages(p: Problem, backend: str) -> list[Stage]:
 
 
 def torch_stages(p: Problem) -> list[Stage]:
-    """openkda/torch_backend.py: segments of whole chunks, so the intermediates below hold one segment at a time."""
-    from openkda.torch_backend import CHUNK, CPU_SEGMENT_ROWS, GPU_SEGMENT_ROWS
+    """openkda/torch_forward.py: segments of whole chunks, so the intermediates below hold one segment at a time."""
+    from openkda.torch_forward import segment_tokens
+    from openkda.torch_scores import CHUNK
 
-    rows = CPU_SEGMENT_ROWS if p.device_type == "cpu" else GPU_SEGMENT_ROWS
-    step = min(-(-p.T // CHUNK) * CHUNK, max(1, rows // max(1, p.B * p.HV * p.chunk_size)) * p.chunk_size)
+    step = min(-(-p.T // CHUNK) * CHUNK, segment_tokens(p, p.B, torch.device(p.device_type)))
     dtype = torch.float64 if p.dtype == torch.float64 else torch.float32
     given = inputs(p)
     segment = lambda name, width: Item(name, (p.B, step, p.HV, width), dtype)
     prepared = (segment("q", p.K), segment("k", p.K), segment("v", p.V), segment("g", p.K), segment("beta", 1))
-    scores = (segment("qg", p.K), segment("decayed k", p.K), segment("kg", p.K), segment("Aqk", CHUNK), segment("L", CHUNK))
-    solved = (segment("w", p.K), segment("u", p.V))
+    scores = (segment("qd", p.K), segment("kd", p.K), segment("kg", p.K), segment("Aqk", CHUNK), segment("L", CHUNK))
+    solved = (segment("Aqk Linv", CHUNK), segment("Linv^T kg", p.K))
     state = (given["initial_state"],) if p.has_initial_state else ()
     first = tuple(given[name] for name in given if name != "initial_state")
     return [
         Stage("prepare", f"norms, gate, beta in {str(dtype)[6:]}", f"segments of {step} tokens, in turn", first, prepared),
         Stage("scores", f"G within chunks of {CHUNK}, decayed rows, Aqk and L", "chunk, head", (*prepared[:2], *prepared[3:]), scores),
-        Stage("inverse", "Linv by substitution, WY form", "chunk, head", (prepared[2], prepared[4], scores[1], scores[4]), solved),
+        Stage("inverse", "Linv by substitution, its two products", "chunk, head", (prepared[4], *scores[2:]), solved),
         Stage(
-            "state pass", "r, S and o, chunk after chunk", "head", (scores[0], *scores[2:4], *solved, *state),
+            "state pass", "v - kd S and S, chunk after chunk, then o", "head", (prepared[2], *scores[:2], *solved, *state),
             outputs(p, chunk_count(p, p.chunk_size)),
         ),
     ]  # fmt: skip

@@ -1,0 +1,142 @@
+"""The torch backend's forward without gradients: KDA by chunks of 16 tokens, in place in one workspace, a segment of chunks at a time.
+
+Names as in docs/math.md. With everything that does not need the state batched over chunks,
+
+    kd, qd = exp(G) k, exp(G) q
+    x      = v - kd S                                 values minus what the state predicts of them; Linv x = r
+    o      = scale qd S + (Aqk Linv) x
+    S'     = Diag(exp(G_C)) S + (Linv^T kg)^T x       beta scales Linv's columns
+
+so the serial pass has two products per chunk, [qd; kd] S and (Linv^T kg)^T x, and neither w nor u is ever made. Scores in one of two
+forms row by row: torch_scores.py says which and why. G is in base 2.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from openkda.problem import Inputs, Problem
+from openkda.reference import prepare
+from openkda.torch_scores import CHUNK, SAFE_SPAN, SHIFT, any_gate, by_chunk, chunk_cumsum, exp2, unsafe_chunks, whole_chunks
+
+CPU_SEGMENT_ROWS = 2048  # token-heads prepared at a time on a CPU: what they need stays in the caches, and malloc keeps its pages
+GPU_SEGMENT_ROWS = 1 << 18  # on a GPU the launches cost more than the memory does
+
+
+@dataclass(slots=True)
+class Workspace:
+    """What a segment of chunks is computed in, all [chunks, heads, ..] with heads = B * HV. One allocation, reused by every segment."""
+
+    read: torch.Tensor  # [.., 2, CHUNK, K] qd, kd
+    kg: torch.Tensor  # [.., CHUNK, K] exp(-G) k / SHIFT, later kg
+    late: torch.Tensor  # [.., CHUNK, K] Linv^T kg
+    x: torch.Tensor  # [.., 2, CHUNK, V] -qd S, x
+    local: torch.Tensor  # [.., CHUNK, V] (Aqk Linv) x
+    scores: torch.Tensor  # [.., 2, CHUNK, CHUNK] of q and of k against k, less SHIFT
+    Z: torch.Tensor  # [.., CHUNK, CHUNK] Aqk Linv
+
+    @classmethod
+    def make(cls, chunks: int, heads: int, K: int, V: int, like: torch.Tensor) -> Workspace:
+        """Buffers in the dtype and on the device of `like`."""
+        shapes = dict(
+            read=(2, CHUNK, K), kg=(CHUNK, K), late=(CHUNK, K), x=(2, CHUNK, V), local=(CHUNK, V), scores=(2, CHUNK, CHUNK),
+            Z=(CHUNK, CHUNK),
+        )  # fmt: skip
+        sizes = [chunks * heads * math.prod(shape) for shape in shapes.values()]
+        pieces = like.new_empty(sum(sizes)).split(sizes)
+        return cls(**{name: piece.view(chunks, heads, *shape) for (name, shape), piece in zip(shapes.items(), pieces)})
+
+
+def segment_tokens(problem: Problem, B: int, device: torch.device) -> int:
+    """Tokens of B sequences that are prepared at a time, a multiple of chunk_size."""
+    rows = CPU_SEGMENT_ROWS if device.type == "cpu" else GPU_SEGMENT_ROWS
+    return max(1, rows // max(1, B * problem.HV * problem.chunk_size)) * problem.chunk_size
+
+
+def sequences(
+    problem: Problem, inputs: Inputs, tensors: tuple[torch.Tensor, ...], S: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Sequences of one length: q, k, v, g, beta [B, T, ..] and S [B, HV, K, V], the state at their entry.
+
+    Returns o [B, T, HV, V] in v's dtype, S at their end, and the states at the entry of every problem.chunk_size tokens
+    [B, NT, HV, K, V] in q's dtype (NT = 0 unless the problem asks for them)."""
+    B, T = tensors[0].shape[:2]
+    HV, K, V = problem.HV, problem.K, problem.V
+    step = segment_tokens(problem, B, tensors[0].device)
+    o = tensors[2].new_empty(B, T, HV, V)
+    S = S.clone()
+    h = tensors[0].new_empty(B, -(-T // problem.chunk_size) if problem.return_intermediate_states else 0, HV, K, V)
+    work = None
+    with torch.inference_mode():  # no bookkeeping of views and versions
+        for start in range(0, T, step):
+            q, k, v, g, beta = prepare(
+                *(x[:, start : start + step] for x in tensors), A_log=inputs.A_log, dt_bias=inputs.dt_bias, gate=problem.gate,
+                lower_bound=problem.lower_bound, qk_l2norm=problem.qk_l2norm, beta_sigmoid=problem.beta_sigmoid,
+                neg_eigval=problem.neg_eigval,
+            )  # fmt: skip
+            length = v.shape[1]
+            q, k, v, g, beta = (whole_chunks(x) for x in (q, k, v, g, beta[..., None]))
+            chunks = v.shape[1] // CHUNK
+            if work is None or work.x.shape[0] != chunks:
+                work = Workspace.make(chunks, B * HV, K, V, v)
+            end = _prepare(work, q, k, g, beta, problem.scale)
+            x = work.x.unflatten(1, (B, HV))
+            x[..., 0, :, :] = 0.0
+            x[..., 1, :, :] = by_chunk(v)
+            entries = h[:, start // problem.chunk_size :].unbind(1)
+            _scan(work, end, S, dict(zip(range(0, chunks, problem.chunk_size // CHUNK), entries)))
+            _bmm(work.Z, work.x[:, :, 1], out=work.local)
+            out = o[:, start : start + length] if length == v.shape[1] else v.new_empty(v.shape)
+            torch.sub(work.local.unflatten(1, (B, HV)), x[..., 0, :, :], alpha=problem.scale, out=by_chunk(out))
+            if length < v.shape[1]:
+                o[:, start:] = out[:, :length]
+    return o, S, h
+
+
+def _bmm(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+    """out = a b over the two leading dimensions. `out` is contiguous: any other is filled matrix by matrix."""
+    torch.bmm(a.flatten(0, 1), b.flatten(0, 1), out=out.flatten(0, 1))
+
+
+def _prepare(work: Workspace, q: torch.Tensor, k: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, scale: float) -> torch.Tensor:
+    """What does not depend on the state, into work: read, late and Z. Returns exp(G_C), each chunk's decay [chunks, heads, K, 1].
+
+    q, k, g [B, T, HV, K], g the log decay; beta [B, T, HV, 1]; T whole chunks."""
+    B, HV = k.shape[0], k.shape[2]
+    G = chunk_cumsum(g)
+    unsafe = unsafe_chunks(by_chunk(G)[..., -1, :])
+    row = by_chunk(G.exp2_() if unsafe is None else exp2(G))  # [chunks, B, HV, CHUNK, K]
+    end = row[..., -1:, :]
+    q, k, beta = by_chunk(q), by_chunk(k), by_chunk(beta).flatten(1, 2)
+    read, kg = work.read.unflatten(1, (B, HV)), work.kg.unflatten(1, (B, HV))
+    torch.mul(q, row, out=read[..., 0, :, :])
+    torch.mul(k, row, out=read[..., 1, :, :])
+    held = row if unsafe is None else row.clamp(min=2.0**-SAFE_SPAN)  # the rows held have their scores from elsewhere
+    torch.addcdiv(k.new_zeros(()), k, held, value=1 / SHIFT, out=kg)
+    _bmm(work.read.flatten(2, 3), work.kg.mT, out=work.scores.flatten(2, 3))
+    kg *= end * SHIFT
+    if unsafe is not None:
+        picked = (x.flatten(0, -3)[unsafe] for x in (q, k, by_chunk(G), work.scores.flatten(2, 3)))
+        work.scores.flatten(2, 3).flatten(0, 1)[unsafe], work.kg.flatten(0, 1)[unsafe] = any_gate(*picked)
+    L = work.scores[:, :, 1] * (beta * SHIFT)  # the solver reads the strictly lower part alone
+    eye = torch.eye(CHUNK, dtype=L.dtype, device=L.device)  # to the left of the inverse: half the time that it takes to the right
+    Linv = torch.linalg.solve_triangular(L, eye, upper=False, unitriangular=True, left=False).mul_(beta.mT)
+    _bmm(work.scores[:, :, 0].tril().mul_(scale * SHIFT), Linv, out=work.Z)
+    _bmm(Linv.mT, work.kg, out=work.late)
+    return end.flatten(1, 2).mT
+
+
+def _scan(work: Workspace, end: torch.Tensor, S: torch.Tensor, entries: dict[int, torch.Tensor]) -> None:
+    """The serial pass: work.x from [0; v] to [-qd S; x], S [B, HV, K, V] from the first chunk's entry to the last one's exit.
+
+    entries: chunk -> [B, HV, K, V], filled with the state at that chunk's entry."""
+    state = S.flatten(0, 1)
+    steps = (work.x.flatten(2, 3), work.x[:, :, 1], work.read.flatten(2, 3), work.late.mT, end)
+    for n, (both, x, read, late, decay) in enumerate(zip(*(tensor.unbind() for tensor in steps))):
+        if n in entries:
+            entries[n].copy_(S)
+        both.baddbmm_(read, state, alpha=-1)
+        state.mul_(decay).baddbmm_(late, x)
