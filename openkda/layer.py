@@ -27,8 +27,8 @@ from openkda.short_conv import short_conv
 
 # Below this many tokens per sequence, and without gradients, the token-by-token kernel is the shorter way.
 RECURRENT_TOKENS = 16
-# What kda_fused_decode accepts: tokens, taps, and elements of a head's state.
-FUSED_TOKENS, FUSED_TAPS, FUSED_STATE = range(1, 9), range(2, 9), 32768
+# What kda_fused_decode accepts: at most so many tokens, these taps, at most so many elements of a head's state.
+FUSED_TOKENS, FUSED_TAPS, FUSED_STATE = 8, range(2, 9), 32768
 
 
 @dataclass
@@ -284,7 +284,7 @@ class KimiDeltaAttention(nn.Module):
             cache is not None
             and cache.recurrent_state is not None
             and not cache.recurrent_state.requires_grad
-            and qkv.shape[1] in FUSED_TOKENS
+            and 1 <= qkv.shape[1] <= FUSED_TOKENS
             and self.conv_size in FUSED_TAPS
             and _power_of_two(self.head_dim) * _power_of_two(self.head_v_dim) <= FUSED_STATE
             and qkv.dtype != torch.float64

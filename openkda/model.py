@@ -265,7 +265,10 @@ def full_attention_mask(
     """Mask [B, 1, T, past+T] of the full-attention layers; None where the plain causal mask does, its form for a call that goes on
     from a cache where that does."""
     if token_mask is None and cu_seqlens is None:
-        return None if past == 0 or tokens == 1 else causal_lower_right(tokens, past + tokens)
+        if past == 0 or tokens == 1:
+            return None
+        if not torch.compiler.is_compiling():  # it breaks the graph
+            return causal_lower_right(tokens, past + tokens)
     row = past + torch.arange(tokens, device=device)
     column = torch.arange(past + tokens, device=device)
     mask = (column <= row[:, None]).expand(batch, 1, -1, -1)
