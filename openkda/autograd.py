@@ -26,10 +26,11 @@ class ChunkKDA(torch.autograd.Function):
     @staticmethod
     def forward(ctx, problem: Problem, backend: str, disable_recompute: bool, inputs: Inputs, *tensors: torch.Tensor | None):
         kept = ()
-        if disable_recompute and backends.choose_backward(problem, backend) == backend:
-            o, final_state, kept = backends.module(backend).keep(problem, inputs)
+        run = backends.module(backend)
+        if disable_recompute and hasattr(run, "keep") and backends.choose_backward(problem, backend) == backend:
+            o, final_state, kept = run.keep(problem, inputs)
         else:
-            o, final_state, _ = backends.module(backend).forward(problem, inputs)
+            o, final_state, _ = run.forward(problem, inputs)
         ctx.problem, ctx.backend = problem, backend
         ctx.constants = {name: getattr(inputs, name) for name in CONSTANTS}
         ctx.save_for_backward(*tensors, o, *kept)

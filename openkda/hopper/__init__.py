@@ -1,4 +1,4 @@
-"""The Hopper backend: one fused forward for compute capability 9.0 (docs/hopper_prefill.md)."""
+"""The Hopper backend: kernels for compute capability 9.0, one fused forward (docs/hopper_prefill.md) and gradients (docs/backward.md)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 from openkda.problem import Inputs, Problem
 
-__all__ = ["forward", "why_not"]
+__all__ = ["backward", "forward", "why_not", "why_not_backward"]
 
 VERIFIED = ("3.6",)  # Gluon is young: the Triton releases that the kernels are verified with
 
@@ -40,3 +40,27 @@ def forward(problem: Problem, inputs: Inputs) -> tuple[torch.Tensor, torch.Tenso
         return *launch(problem, inputs), None
     with torch.cuda.device(inputs.q.device):
         return *launch(problem, inputs), None
+
+
+def why_not_backward(problem: Problem) -> str | None:
+    """None when this backend has kernels for the problem's gradients, else one sentence saying what they lack."""
+    p = problem
+    if why_not(p) is not None:
+        return why_not(p)
+    if p.dtype != torch.bfloat16:
+        return f"the hopper backend's gradients take bfloat16 inputs, not {p.dtype}"
+    if not p.bounded:
+        return "the hopper backend's gradients take gates with a lower bound (lower_bound, or safe_gate)"
+    return None
+
+
+def backward(
+    problem: Problem, inputs: Inputs, needs: tuple[bool, ...], o: torch.Tensor, do: torch.Tensor | None,
+    dfinal_state: torch.Tensor | None, kept: tuple[torch.Tensor, ...] = (),
+) -> list[torch.Tensor | None]:  # fmt: skip
+    """Gradients of q, k, v, g, beta, A_log, dt_bias, initial_state; None where `needs` is False. Arguments as portable.backward's; nothing
+    is ever kept."""
+    from openkda.hopper.backward import gradients
+
+    with torch.cuda.device(inputs.q.device):
+        return gradients(problem, inputs, needs, o, do, dfinal_state)

@@ -1,0 +1,46 @@
+"""The Hopper backward: prepare_chunks -> both scans in one launch -> chunk_gradients (docs/backward.md, "The Hopper kernels").
+
+Plain Triton, shaped for Hopper's matrix unit: chunks of 32 tokens, states transposed. What passes through memory, per token and value head:
+w, kg, qg (K each), Aqk, T (C each), r, dr (V each) in bf16, and per chunk h and dh [V, K].
+"""
+
+from __future__ import annotations
+
+import torch
+
+from openkda.hopper.backward_chunk import chunk_gradients
+from openkda.hopper.backward_prepare import C, prepare_chunks
+from openkda.hopper.backward_scan import both_scans
+from openkda.hopper.backward_scores import score_gradients
+from openkda.problem import Inputs, Problem
+
+
+def gradients(
+    problem: Problem, inputs: Inputs, needs: tuple[bool, ...], o: torch.Tensor, do: torch.Tensor | None, dfinal_state: torch.Tensor | None
+) -> list[torch.Tensor | None]:  # fmt: skip
+    """Gradients of q, k, v, g, beta, A_log, dt_bias, initial_state; None where `needs` is False.
+
+    Args: o [B, T, HV, V], the forward's result; do (o's shape), dfinal_state (problem.state_shape), either None for zero. Gradients come in their inputs' dtypes; sums over tokens run in fp32 in a fixed order."""
+    do = torch.zeros_like(o) if do is None else do.to(problem.dtype)
+    plan = inputs.plan(problem, C)
+    tokens = any(needs[:7])
+    p = prepare_chunks(problem, plan, inputs)
+    h, dh, r, dr, dS0 = both_scans(
+        problem, plan, p, inputs.v, inputs.initial_state, do, dfinal_state, tokens=tokens, initial_state=needs[7]
+    )
+    found = [None] * 7
+    if tokens:
+        p = p._replace(w=None, kg=None, qg=None, Aqk=None)  # what only the scans read
+        covered = not problem.varlen or (inputs.lengths is not None and sum(inputs.lengths) == problem.T)
+        create = torch.empty_like if covered else torch.zeros_like  # rows outside every sequence have gradient zero
+        contiguous_like = lambda x, dtype: create(x, dtype=dtype, memory_format=torch.contiguous_format)
+        of_heads = torch.float32 if problem.group > 1 else problem.dtype
+        dq, dk, dg = (contiguous_like(inputs.g, dtype) for dtype in (of_heads, of_heads, problem.gate_dtype))
+        dv, dbeta = contiguous_like(inputs.v, problem.dtype), contiguous_like(inputs.beta, problem.beta_dtype)
+        scores = score_gradients(problem, plan, inputs, p, o, do, r, dr, dv, dbeta)
+        dA_log, ddt_bias = chunk_gradients(problem, plan, inputs, p, scores, do, h, dh, r, dv, dq, dk, dg)
+        if problem.group > 1:
+            dq, dk = (x.unflatten(2, (problem.H, problem.group)).sum(3) for x in (dq, dk))
+        found = [dq, dk, dv, dg, dbeta, dA_log, ddt_bias]
+    like = (inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta, inputs.A_log, inputs.dt_bias, inputs.initial_state)
+    return [dx.to(x.dtype) if need else None for x, need, dx in zip(like, needs, [*found, dS0], strict=True)]

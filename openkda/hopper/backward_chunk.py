@@ -1,0 +1,187 @@
+"""Gradients of q, k and the gate, parallel over chunks and blocks of channels (docs/backward.md, (6) to (8)).
+
+    dq = scale 2^G (do S^T)           + x (dZ ky)             S: entry state h, dS': gradient of the exit state dh
+    dk = -2^G (dD S^T)                + x (dA ky)             as the row that reads
+         + 2^(G_C - G) (r dS'^T)      + y (dZ^T qx + dA^T kx) as the row that is written
+    dG = q dq + k dk_read - k dk_written
+    dg_t = 2^G_C rowsum(S dS') + sum_j (k dk_written)_j [state part] + sum_{j >= t} dG_j
+
+x = 2^(G + shift), y = 2^(-G - shift) and the normalised rows are those of backward_prepare.py; qx, kx, ky are rounded to bf16, and dG
+multiplies by them as rounded: inside the suffix sum the two ends of a pair must cancel. The gate is bounded, so no term that the sum
+cancels is above e^5 times its result (portable/backward_inputs.py keeps the state part apart, for gates that forget everything).
+
+Sums over tokens are products with triangles of ones, the summand split into bf16 parts: they run where the accumulators already are. All
+tiles stand transposed, channels by tokens: an accumulator then is the next product's left operand.
+
+Grid (block of BK channels, chunk, head): BK = 64 is the least that the matrix unit takes, and four warps a block leave room for three.
+fp32 accumulators [BK, C]: dq, dk, dG and one product.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from openkda.hopper.backward_prepare import C, Prepared, bounded_sigmoid, decay_bits, exp2, gate_rate, half_span
+from openkda.hopper.backward_scores import ScoreGradients
+from openkda.plan import Plan
+from openkda.portable.backward_inputs import load_channels, store_channels
+from openkda.portable.tile import as_rows, chunk_bounds, contiguous, load_tile
+from openkda.problem import Inputs, Problem
+
+BLOCK_K = 64
+
+
+@triton.jit
+def sum_tokens(x, ones, element: tl.constexpr):
+    """x [BK, C] fp32 times a matrix of zeros and ones [C, C] bf16, as exact as an fp32 sum."""
+    high = (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)  # 8 bits of the mantissa: a bf16 number
+    x -= high
+    middle = (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
+    low = x - middle
+    return tl.dot(low.to(element), ones, acc=tl.dot(middle.to(element), ones, acc=tl.dot(high.to(element), ones)))
+
+
+@triton.jit
+def with_bias(x, dt_bias_ptr, h, cols, K: tl.constexpr):
+    """The gate as given [BK, C] plus its bias, fp32."""
+    x = x.to(tl.float32)
+    if dt_bias_ptr is not None:
+        x += tl.load(dt_bias_ptr + h * K + cols).to(tl.float32)[:, None]
+    return x
+
+
+@triton.jit
+def chunk_gradients_kernel(
+    q_ptr, k_ptr,  # [R, H, K], row strides q_row, k_row, head strides q_head, k_head
+    g_ptr,  # [R, HV, K] as given, row stride g_row, head stride g_head
+    A_log_ptr, dt_bias_ptr,  # [HV], [HV, K] or None
+    do_ptr, dv_ptr,  # [R, HV, V]; do with row stride do_row, head stride do_head
+    norms_ptr,  # as Prepared
+    h_ptr, dh_ptr,  # [NC, HV, V, K]
+    r_ptr,  # [NC, HV, V, C]
+    pairs_ptr, sums_ptr,  # as ScoreGradients
+    dq_ptr, dk_ptr, dg_ptr,  # [R, HV, K]
+    dA_log_ptr, ddt_bias_ptr,  # [NC, HV, K / BK], [NC, HV, K] fp32 partial sums, or None
+    chunks_ptr,  # [NC, 4] int32
+    q_row, q_head, k_row, k_head, g_row, g_head, do_row, do_head,
+    scale, lower_bound, shift,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
+    GATE: tl.constexpr, L2NORM: tl.constexpr,
+):  # fmt: skip
+    c = tl.program_id(1)
+    h = tl.program_id(2).to(tl.int64)
+    first, length = chunk_bounds(chunks_ptr, c)
+    entry = c.to(tl.int64) * HV + h
+    cols = tl.program_id(0) * BK + tl.arange(0, BK)
+    if length <= 0:
+        if dA_log_ptr is not None:
+            tl.store(dA_log_ptr + entry * (K // BK) + tl.program_id(0), 0.0)
+        if ddt_bias_ptr is not None:
+            tl.store(ddt_bias_ptr + entry * K + cols, tl.zeros([BK], tl.float32))
+        return
+    rows = tl.arange(0, C)
+    vv = tl.arange(0, V)
+    live = rows < length
+    at = first * HV + h
+    hq = h // (HV // H)
+    state = entry * (K * V) + vv[:, None] * K + cols[None, :]
+    S = tl.load(h_ptr + state)
+    dS = tl.load(dh_ptr + state)
+    do = load_tile(do_ptr + first * do_row + h * do_head, rows, do_row, vv, live, V, V)
+    dD = load_tile(dv_ptr + at * V, rows, HV * V, vv, live, V, V)
+    r = tl.load(r_ptr + entry * (C * V) + vv[:, None] * C + rows[None, :])
+    pairs_ptr += entry * (2 * C * C) + rows[:, None] * C + rows[None, :]
+    dZ = tl.load(pairs_ptr)
+    dA = tl.load(pairs_ptr + C * C)
+    x = load_channels(g_ptr + first * g_row + h * g_head, rows, g_row, cols, live, K, BK)
+    k = load_channels(k_ptr + first * k_row + hq * k_head, rows, k_row, cols, live, K, BK)
+    q = load_channels(q_ptr + first * q_row + hq * q_head, rows, q_row, cols, live, K, BK)
+    norms_ptr += entry * (2 * C) + rows
+    sums_ptr += entry * (3 * C)
+    size = tl.load(sums_ptr + 2 * C)
+    per_size = 1.0 / size
+    element: tl.constexpr = h_ptr.dtype.element_ty
+
+    rho = tl.sum(S.to(tl.float32) * dS.to(tl.float32), 0)
+    bits = decay_bits(with_bias(x, dt_bias_ptr, h, cols, K), gate_rate(A_log_ptr, h), lower_bound, GATE)
+    bits = tl.where(live[None, :], bits, 0.0)
+    G = sum_tokens(bits, tl.where(rows[:, None] <= rows[None, :], 1.0, 0.0).to(element), element)
+    last = tl.sum(bits, 1)
+    up = exp2(G + shift)
+    down = exp2(-G - shift)
+    nk = tl.load(norms_ptr + C)
+    kf = k.to(tl.float32) * nk[None, :]
+    kx = (kf * up).to(element)
+    ky = (kf * down).to(element)
+    nq = tl.load(norms_ptr)
+    qx = (q.to(tl.float32) * nq[None, :] * up).to(element)
+
+    # Gradients over size and the tile's factor: dq = up sum_q, dk = up read + stored + down written. 2^G = up 2^-shift.
+    sum_q = tl.dot(tl.trans(S), tl.trans(do)) * (exp2(-shift) * scale * per_size)
+    if not L2NORM:
+        sum_q /= tl.where(live, nq, 1.0)[None, :]
+    sum_q = tl.dot(ky, tl.trans(dZ), acc=sum_q)
+    dG = qx.to(tl.float32) * sum_q
+    dq = up * sum_q * (nq * size)[None, :]
+    if L2NORM:
+        dq -= q.to(tl.float32) * tl.load(sums_ptr + rows)[None, :]
+    store_channels(dq_ptr + at * K, dq, rows, HV * K, cols, live, K, BK)
+
+    read = tl.dot(tl.trans(S), tl.trans(dD)) * (exp2(-shift) * -per_size)
+    if not L2NORM:
+        read /= tl.where(live, nk, 1.0)[None, :]
+    read = tl.dot(ky, tl.trans(dA), acc=read)
+    dG += kx.to(tl.float32) * read
+    dk = up * read
+    # The state's part of a key as it is written, over size: 2^(G_C - G) = down 2^(G_C + shift), at most 1, before anything else.
+    stored = tl.dot(tl.trans(dS), r) * (down * exp2(last + shift)[:, None]) * per_size
+    if not L2NORM:
+        stored /= tl.where(live, nk, 1.0)[None, :]
+    dk += stored
+    stored *= k.to(tl.float32) * nk[None, :]
+    dG -= stored
+    rho = exp2(last) * rho + tl.sum(stored, 1) * size
+    written = tl.dot(kx, dA, acc=tl.dot(qx, dZ))
+    dG -= ky.to(tl.float32) * written
+    dk = (dk + down * written) * (nk * size)[None, :]
+    if L2NORM:
+        dk -= k.to(tl.float32) * tl.load(sums_ptr + C + rows)[None, :]
+    store_channels(dk_ptr + at * K, dk, rows, HV * K, cols, live, K, BK)
+
+    dg = sum_tokens(dG, tl.where(rows[:, None] >= rows[None, :], 1.0, 0.0).to(element), element)
+    dg = tl.where(live[None, :], dg * size + rho[:, None], 0.0)
+    x = with_bias(x, dt_bias_ptr, h, cols, K)
+    if GATE == "bounded":
+        rate = gate_rate(A_log_ptr, h)
+        s, rest = bounded_sigmoid(x, rate)
+        dg *= s * rest * (lower_bound * rate)
+    store_channels(dg_ptr + at * K, dg, rows, HV * K, cols, live, K, BK)
+    if dA_log_ptr is not None:
+        total = tl.sum(tl.sum(tl.where(live[None, :], dg * x, 0.0), 0), 0)
+        tl.store(dA_log_ptr + entry * (K // BK) + tl.program_id(0), total)
+    if ddt_bias_ptr is not None:
+        tl.store(ddt_bias_ptr + entry * K + cols, tl.sum(dg, 1))
+
+
+def chunk_gradients(
+    problem: Problem, plan: Plan, inputs: Inputs, p: Prepared, scores: ScoreGradients, do: torch.Tensor, h: torch.Tensor,
+    dh: torch.Tensor, r: torch.Tensor, dv: torch.Tensor, dq: torch.Tensor, dk: torch.Tensor, dg: torch.Tensor,
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
+    """Write dq, dk (per value head) and dg [B, T, HV, K]; return the gradients of A_log [HV] and dt_bias [HV, K] in fp32 (None if absent).
+
+    Args: do, dv [B, T, HV, V]; h, dh, r from both_scans. Partial sums are written per chunk and added in one order: no atomics."""
+    HV, K, NC, device = problem.HV, problem.K, plan.num_chunks, do.device
+    partial = lambda present, n: torch.empty(NC, HV, n, dtype=torch.float32, device=device) if present else None
+    dA_log, ddt_bias = partial(problem.has_A_log, K // BLOCK_K), partial(problem.has_dt_bias, K)
+    q, k, g, do = (as_rows(x) for x in (inputs.q, inputs.k, inputs.g, do))
+    if NC:
+        chunk_gradients_kernel[(K // BLOCK_K, NC, HV)](
+            q, k, g, contiguous(inputs.A_log), contiguous(inputs.dt_bias), do, dv, p.norms, h, dh, r, scores.pairs, scores.sums, dq, dk, dg,
+            dA_log, ddt_bias, plan.chunks, q.stride(0), q.stride(1), k.stride(0), k.stride(1), g.stride(0), g.stride(1), do.stride(0),
+            do.stride(1), float(problem.scale), float(problem.lower_bound), half_span(problem), H=problem.H, HV=HV, K=K, V=problem.V, C=C,
+            BK=BLOCK_K, GATE=problem.gate, L2NORM=problem.qk_l2norm, num_warps=4, maxnreg=168,
+        )  # fmt: skip
+    total = lambda x: None if x is None else x.sum(0)
+    return None if dA_log is None else dA_log.sum((0, 2)), total(ddt_bias)

@@ -1,0 +1,200 @@
+"""What both scans of the backward read, per chunk of 32 tokens and value head (docs/backward.md, "The Hopper kernels").
+
+    Aqk = tril(qx ky^T) scale        L = beta tril(kx ky^T, -1)        T = (I + L)^-1 Diag(beta)
+    w = -T (2^G k)        kg = 2^(G_C - G) k        qg = scale 2^G q        decay = 2^G_C
+
+x = 2^(G + shift) and y = 2^(-G - shift) split the factor of a pair (row r, column i) about the chunk's entry, for bounded gates: 32 tokens
+at g = -5 span 2^231, and shift, half of that, keeps both factors within 2^-116 and 2^116. Rows are normalised first, with or without an L2
+norm in the problem, so that what falls below bf16's smallest number is below 2^-10 of its row. w is negative, so that both scans only add.
+
+The inverse doubles its blocks, 1, 2, 4, 8, 16 rows: X <- X - X L_s X, where L_s holds the pairs of an odd and an even block of s rows; every
+iterate is the exact inverse of a block-diagonal part of I + L, so nothing grows.
+
+All results are tiles of one chunk and head, [NC, HV, rows, columns], contiguous and written in full: rows past the end of a sequence are
+zero. Grid (chunk, head). Tiles [C, K] bf16 in registers, fp32 [C, C].
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra import libdevice
+
+from openkda.plan import Plan
+from openkda.portable.forward import interpreted
+from openkda.portable.tile import LOG2E, as_rows, chunk_bounds, contiguous, load_beta, load_tile, nonzero_beta
+from openkda.problem import Inputs, Problem
+
+C = 32  # tokens per chunk: the span of the pair factors allows no more
+
+@triton.jit
+def plain_exp2(x):
+    return tl.exp2(x)
+
+
+@triton.jit
+def plain_divide(x, y):
+    return x / y
+
+
+# Without the instructions that save results below 2^-126, which nothing here needs: one or two instead of four. The interpreter has neither.
+exp2 = plain_exp2 if interpreted() else libdevice.exp2
+divide = plain_divide if interpreted() else libdevice.fast_dividef
+
+
+class Prepared(NamedTuple):
+    """Tiles of every chunk and value head, bf16 unless said otherwise."""
+
+    Aqk: torch.Tensor  # [NC, HV, C, C]
+    T: torch.Tensor  # [NC, HV, C, C]
+    w: torch.Tensor  # [NC, HV, C, K]
+    kg: torch.Tensor  # [NC, HV, C, K]
+    qg: torch.Tensor  # [NC, HV, C, K]
+    decay: torch.Tensor  # [NC, HV, K] fp32
+    norms: torch.Tensor  # [NC, HV, 2, C] fp32: 1 / |q|, 1 / |k|; zero on rows past the end
+
+
+@triton.jit
+def gate_rate(A_log_ptr, h):
+    """exp(A_log[h]), or 1."""
+    rate = 1.0
+    if A_log_ptr is not None:
+        rate = tl.exp(tl.load(A_log_ptr + h).to(tl.float32))
+    return rate
+
+
+@triton.jit
+def bounded_sigmoid(x, rate):
+    """(s, 1 - s) for s = sigmoid(rate x), both with small relative error; both 0 where s is below 2^-127."""
+    e = exp2(x * (rate * -LOG2E))
+    s = divide(1.0, 1.0 + e)
+    return s, tl.minimum(e, 2.0**126) * s
+
+
+@triton.jit
+def decay_bits(x, rate, lower_bound, GATE: tl.constexpr):
+    """log2 of the decay from the gate as given plus its bias."""
+    if GATE == "none":
+        return x * LOG2E
+    else:
+        return bounded_sigmoid(x, rate)[0] * (lower_bound * LOG2E)
+
+
+@triton.jit
+def pair_mask(r, i, S: tl.constexpr):
+    """Pairs of row r in the odd and column i in the even block of S rows of one block of 2S."""
+    return (r // (2 * S) == i // (2 * S)) & (r // S % 2 == 1) & (i // S % 2 == 0)
+
+
+@triton.jit
+def invert_blocks(L, C: tl.constexpr):
+    """(I + L)^-1 of the strictly lower L [C, C] fp32."""
+    r = tl.arange(0, C)[:, None]
+    i = tl.arange(0, C)[None, :]
+    X = tl.where(r == i, 1.0, tl.where(pair_mask(r, i, 1), -L, 0.0))
+    X = merge_blocks(X, L, r, i, 2)
+    X = merge_blocks(X, L, r, i, 4)
+    X = merge_blocks(X, L, r, i, 8)
+    return merge_blocks(X, L, r, i, 16)
+
+
+@triton.jit
+def merge_blocks(X, L, r, i, S: tl.constexpr):
+    """Inverses of the diagonal blocks of 2S rows from those of S rows."""
+    below = tl.where(pair_mask(r, i, S), L, 0.0)
+    return X - tl.dot(tl.dot(X, below, input_precision="tf32"), X, input_precision="tf32")
+
+
+@triton.jit
+def prepare_chunk_kernel(
+    q_ptr, k_ptr,  # [R, H, K], row strides q_row, k_row, head strides q_head, k_head
+    g_ptr,  # [R, HV, K] as given, row stride g_row, head stride g_head
+    beta_ptr,  # [R, HV], row stride beta_row
+    A_log_ptr, dt_bias_ptr,  # [HV], [HV, K] or None
+    Aqk_ptr, T_ptr, w_ptr, kg_ptr, qg_ptr, decay_ptr, norms_ptr,  # as Prepared
+    chunks_ptr,  # [NC, 4] int32
+    q_row, q_head, k_row, k_head, g_row, g_head, beta_row,
+    scale, lower_bound, shift,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, C: tl.constexpr,
+    GATE: tl.constexpr, L2NORM: tl.constexpr, SIGMOID: tl.constexpr, NEG: tl.constexpr,
+):  # fmt: skip
+    c = tl.program_id(0)
+    h = tl.program_id(1).to(tl.int64)
+    first, length = chunk_bounds(chunks_ptr, c)
+    if length <= 0:
+        return
+    entry = c.to(tl.int64) * HV + h
+    hq = h // (HV // H)
+    rows = tl.arange(0, C)
+    cols = tl.arange(0, K)
+    live = rows < length
+    q = load_tile(q_ptr + first * q_row + hq * q_head, rows, q_row, cols, live, K, K).to(tl.float32)
+    k = load_tile(k_ptr + first * k_row + hq * k_head, rows, k_row, cols, live, K, K).to(tl.float32)
+    x = load_tile(g_ptr + first * g_row + h * g_head, rows, g_row, cols, live, K, K).to(tl.float32)
+    beta = nonzero_beta(load_beta(beta_ptr + first * beta_row + h, rows, beta_row, live, SIGMOID, NEG))
+    if dt_bias_ptr is not None:
+        x += tl.load(dt_bias_ptr + h * K + cols).to(tl.float32)[None, :]
+    bits = tl.where(live[:, None], decay_bits(x, gate_rate(A_log_ptr, h), lower_bound, GATE), 0.0)
+    G = tl.cumsum(bits, axis=0)
+    last = tl.sum(bits, 0)
+    EPS: tl.constexpr = 1e-6 if L2NORM else 1e-30
+    nq = tl.where(live, tl.rsqrt(tl.sum(q * q, 1) + EPS), 0.0)
+    nk = tl.where(live, tl.rsqrt(tl.sum(k * k, 1) + EPS), 0.0)
+    fq = tl.where(live, scale, 0.0)  # what the normalised rows are multiplied with
+    fk = tl.where(live, 1.0, 0.0)
+    if not L2NORM:
+        fq = tl.where(live, scale / nq, 0.0)
+        fk = tl.where(live, 1.0 / nk, 0.0)
+    element: tl.constexpr = w_ptr.dtype.element_ty
+    at = entry * (C * K) + rows[:, None] * K + cols[None, :]
+    up = exp2(G + shift)  # 2^G = up 2^-shift
+    down = exp2(-G - shift)  # 2^(G_C - G) = down 2^(G_C + shift)
+    qx = q * (up * nq[:, None])
+    tl.store(qg_ptr + at, (qx * (fq * exp2(-shift))[:, None]).to(element))
+    k *= nk[:, None]
+    kx = (k * up).to(element)
+    ky = k * down
+    kg = ky * exp2(last + shift)[None, :]
+    if not L2NORM:
+        kg *= fk[:, None]
+    tl.store(kg_ptr + at, kg.to(element))
+    tl.store(decay_ptr + entry * K + cols, exp2(last))
+    tl.store(norms_ptr + entry * (2 * C) + rows, nq)
+    tl.store(norms_ptr + entry * (2 * C) + C + rows, nk)
+    ky = tl.trans(ky.to(element))
+    Aqk = tl.dot(qx.to(element), ky)
+    L = tl.dot(kx, ky)
+    r = rows[:, None]
+    i = rows[None, :]
+    square = entry * (C * C) + r * C + i
+    tl.store(Aqk_ptr + square, tl.where(r >= i, Aqk * fq[:, None] * fk[None, :], 0.0).to(element))
+    X = invert_blocks(tl.where(r > i, L * (beta * fk)[:, None] * fk[None, :], 0.0), C)
+    live_beta = tl.where(live, beta, 0.0)
+    tl.store(T_ptr + square, (X * live_beta[None, :]).to(element))
+    # 2^G k = kx 2^-shift; half of that factor now, so that a small beta stays a normal number.
+    w = tl.dot((X * (live_beta * fk * exp2(-0.5 * shift))[None, :]).to(element), kx) * -exp2(-0.5 * shift)
+    tl.store(w_ptr + at, w.to(element))
+
+
+def half_span(problem: Problem) -> float:
+    """Half of the bits that a chunk can decay by: `shift` of the pair factors."""
+    return 0.5 * C * 1.4427 * -problem.lower_bound
+
+
+def prepare_chunks(problem: Problem, plan: Plan, inputs: Inputs) -> Prepared:
+    """The tiles of every chunk of a plan with C tokens a chunk; unused rows of the plan's table are not written."""
+    HV, K, NC, dtype, device = problem.HV, problem.K, plan.num_chunks, problem.dtype, inputs.q.device
+    new = lambda *shape, dtype=dtype: torch.empty(NC, HV, *shape, dtype=dtype, device=device)
+    p = Prepared(new(C, C), new(C, C), new(C, K), new(C, K), new(C, K), new(K, dtype=torch.float32), new(2, C, dtype=torch.float32))
+    q, k, g, beta = (as_rows(x) for x in (inputs.q, inputs.k, inputs.g, inputs.beta))
+    if NC:
+        prepare_chunk_kernel[(NC, HV)](
+            q, k, g, beta, contiguous(inputs.A_log), contiguous(inputs.dt_bias), *p, plan.chunks, q.stride(0), q.stride(1), k.stride(0),
+            k.stride(1), g.stride(0), g.stride(1), beta.stride(0), float(problem.scale), float(problem.lower_bound), half_span(problem),
+            H=problem.H, HV=HV, K=K, C=C, GATE=problem.gate, L2NORM=problem.qk_l2norm, SIGMOID=problem.beta_sigmoid,
+            NEG=problem.neg_eigval, num_warps=4, maxnreg=168,
+        )  # fmt: skip
+    return p

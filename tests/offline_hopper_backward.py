@@ -1,0 +1,24 @@
+"""What the offline compilation test compiles of the Hopper gradients."""
+
+import torch
+from offline import CAPABILITY
+
+from openkda.autograd import TENSORS
+from openkda.hopper.backward import gradients
+from openkda.testing import make_case
+
+PROBLEMS = {
+    "all options": dict(),
+    "gate computed outside, ragged, grouped": dict(raw=False, qk_l2norm=False, lengths=(70, 3), H=1, HV=2, state_v_first=True),
+    "64 channels": dict(K=64, V=64, initial_state=False),
+}
+
+
+def compile_gradients(target: str) -> None:
+    """Compile the gradients of every problem above."""
+    for options in PROBLEMS.values():
+        problem, inputs = make_case("random", **{**dict(T=73, H=2, K=128, V=128, dtype=torch.bfloat16), **options}).described()
+        problem = problem.replace(device_type="cuda", capability=CAPABILITY[target])
+        needs = tuple(getattr(inputs, name) is not None for name in TENSORS)
+        o, final = torch.zeros_like(inputs.v), torch.zeros(problem.state_shape, dtype=problem.state_dtype)
+        gradients(problem, inputs, needs, o, o, final)

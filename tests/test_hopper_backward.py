@@ -1,0 +1,172 @@
+"""The Hopper backend's gradient kernels, against fp64 autograd of the recurrence. They are plain Triton, so the interpreter runs them too."""
+
+import pytest
+import torch
+from offline import SHARED_LIMIT, in_subprocess
+
+from openkda import chunk_kda, hopper, torch_backend
+from openkda.autograd import TENSORS
+from openkda.hopper.backward import gradients
+from openkda.testing import Case, assert_close, cotangents, gradient_triples, leaves, make_case, relative_error
+
+SMALL = dict(T=70, H=2, K=64, V=64, dtype=torch.bfloat16, bounded=True)
+REGIMES = ("random", "init", "trained", "zero", "extreme", "mixed")
+
+
+def small(regime: str, device: torch.device, **options: object) -> Case:
+    return make_case(regime, **{**SMALL, **options}, device=device)
+
+
+def run(case: Case, do: torch.Tensor | None = None, wanted: tuple[str, ...] = TENSORS) -> dict[str, torch.Tensor]:
+    """Gradients from the kernels, in the shapes of the case's arguments."""
+    problem, inputs = case.described()
+    needs = tuple(n in wanted and getattr(inputs, n) is not None for n in TENSORS)
+    o = torch_backend.forward(problem, inputs)[0]
+    upstream, dfinal = cotangents(case)
+    found = gradients(problem, inputs, needs, o, upstream if do is None else do, dfinal if do is None else None)
+    return {n: x.view(case.args[n].shape) for n, x in zip(TENSORS, found, strict=True) if x is not None}
+
+
+def check(case: Case, parameters: bool = False) -> dict[str, torch.Tensor]:
+    """Every gradient within the earned tolerance, in its input's dtype. parameters: A_log's too, one number per head, which is the small
+    difference of large sums: a ratio of errors needs several heads."""
+    found = run(case)
+    for name, gradient in found.items():
+        assert gradient.dtype == case.args[name].dtype
+    for triple in gradient_triples(case, {n: x for n, x in found.items() if parameters or n != "A_log"}):
+        assert_close(*triple)
+    return found
+
+
+@pytest.mark.parametrize("regime", REGIMES)
+def test_regimes(device, regime):
+    check(small(regime, device))
+
+
+@pytest.mark.parametrize("regime", ["random", "init", "trained"])
+def test_gate_parameters(device, regime):
+    check(small(regime, device, T=40, H=12), parameters=True)
+
+
+@pytest.mark.parametrize(
+    "options", [dict(raw=False), dict(neg_eigval=True), dict(qk_l2norm=False), dict(initial_state=False), dict(scale=0.3), dict(B=2, T=33),
+                dict(H=1, HV=2, T=35), dict(lower_bound=-1.0), dict(state_v_first=True, K=128, H=1), dict(state_dtype=torch.bfloat16),
+                dict(V=128, H=1, gate_dtype=torch.float32, beta_dtype=torch.float32)]
+)  # fmt: skip
+def test_options(device, options):
+    check(small("random", device, **options))
+
+
+def test_ragged_batches(device):
+    """Each sequence's gradients are those of the sequence alone, bit for bit; a tail outside every sequence has gradient zero."""
+    lengths = (0, 1, 33, 32, 5)
+    case = small("init", device, lengths=lengths, pad_to=sum(lengths) + 3, H=1)
+    found = check(case)
+    for name in ("q", "k", "v", "g", "beta"):
+        assert (found[name][:, sum(lengths) :] == 0).all()
+    one = Case({n: x[:, 1:34] if n in ("q", "k", "v", "g", "beta") else x for n, x in case.args.items() if n != "cu_seqlens"}, "init")
+    one.args["initial_state"] = case.args["initial_state"][2:3]
+    problem, inputs = one.described()
+    do, dfinal = cotangents(case)
+    o = torch_backend.forward(problem, inputs)[0]
+    alone = gradients(problem, inputs, (True,) * 8, o, do[:, 1:34], dfinal[2:3])
+    for name, x in zip(TENSORS[:5], alone):
+        assert relative_error(x, found[name][:, 1:34]) == 0.0, name
+    assert torch.equal(alone[-1], found["initial_state"][2:3])
+
+
+@pytest.mark.parametrize("shape", [dict(T=0), dict(lengths=()), dict(lengths=(0, 0)), dict(T=1)])
+def test_almost_nothing(device, shape):
+    case = small("random", device, **shape)
+    found = run(case)
+    assert all(x.isfinite().all() for x in found.values())
+    if shape.get("T") != 1 and found["initial_state"].numel():
+        assert torch.equal(found["initial_state"], cotangents(case)[1])  # no token: the state passes through
+
+
+def test_zero_beta(device):
+    case = small("random", device, T=35, raw=False)
+    case.args["beta"][:, 4:9] = 0.0
+    check(case)
+
+
+@pytest.mark.parametrize("regime", ["random", "extreme"])
+def test_causality(device, regime):
+    """A loss on o[:t0] gives later tokens gradients that are exactly zero, and earlier ones do not move by a bit when those change."""
+    t0 = 41
+    case = small(regime, device, initial_state=False, qk_l2norm=regime == "random")
+    found = []
+    for _ in range(2):
+        do = cotangents(case)[0]
+        do[:, t0:] = 0.0
+        found.append(run(case, do))
+        for name in ("q", "k", "v", "g", "beta"):
+            case.args[name] = case.args[name].clone()
+            case.args[name][:, t0:] = case.args[name][:, t0:].flip(1) * 3 - 1
+    for name in ("q", "k", "v", "g", "beta"):
+        for gradient in found:
+            assert (gradient[name][:, t0:] == 0).all(), name
+        assert torch.equal(found[0][name], found[1][name]), name
+
+
+def test_large_gradients_stay_finite(device):
+    """Where a whole chunk sits at the lower bound the pair factors reach 2^116; gradients of 10^6 must not overflow there."""
+    case = small("extreme", device)
+    do = cotangents(case)[0]
+    ordinary, large = run(case, do), run(case, do * 2.0**20)
+    for name in ("q", "k", "v", "g"):
+        assert large[name].isfinite().all() and relative_error(large[name] * 2.0**-20, ordinary[name]) < 1e-3, name
+    case = small("zero", device)
+    dS = cotangents(case)[1]
+    problem, inputs = case.described()
+    o = torch.zeros_like(inputs.v)
+    found = [gradients(problem, inputs, (True,) * 8, o, None, size * dS) for size in (1.0, 2.0**30)]  # no gradient but the final state's
+    for one, other in zip(*found):
+        assert other.isfinite().all() and relative_error(other * 2.0**-30, one) < 1e-3
+
+
+def test_repeated_runs_are_equal(device):
+    case = small("init", device, lengths=(40, 3, 70), H=1, HV=2)
+    first, second = run(case), run(case)
+    assert all(torch.equal(x, second[name]) for name, x in first.items())
+
+
+def test_only_what_is_needed(device):
+    case = small("init", device, T=35, H=1)
+    full = run(case)
+    for wanted in (("v",), ("initial_state",), ("q", "A_log")):
+        found = run(case, wanted=wanted)
+        assert set(found) == set(wanted)
+        assert all(torch.equal(x, full[name]) for name, x in found.items())
+
+
+def test_why_not():
+    problem = make_case("random", **SMALL).described()[0].replace(device_type="cuda", capability=(9, 0))
+    if hopper.why_not(problem) is None:
+        assert hopper.why_not_backward(problem) is None
+        assert "lower bound" in hopper.why_not_backward(problem.replace(gate="softplus", lower_bound=None))
+        assert "bfloat16" in hopper.why_not_backward(problem.replace(dtype=torch.float16))
+    assert hopper.why_not_backward(problem.replace(K=96)) == hopper.why_not(problem.replace(K=96))
+
+
+# Bytes per thread. Three overlapping blocks of four warps that spill a little beat two that do not.
+SPILLS = {"prepare_chunk_kernel": 64, "chunk_gradients_kernel": 256}
+
+
+def test_offline_compile():
+    kernels = in_subprocess("sm_90", "offline_hopper_backward:compile_gradients")
+    assert {k.name for k in kernels} == {"prepare_chunk_kernel", "scans_kernel", "score_gradients_kernel", "chunk_gradients_kernel"}
+    for k in kernels:
+        assert k.spills <= SPILLS.get(k.name, 0), k
+        assert k.shared <= SHARED_LIMIT["sm_90"], k
+
+
+@pytest.mark.hopper
+@pytest.mark.parametrize("regime", REGIMES)
+def test_through_chunk_kda(device, regime):
+    """Forward and gradients of the hopper backend under autograd, at the size of a head."""
+    case = make_case(regime, T=333, H=2, K=128, V=128, dtype=torch.bfloat16, bounded=True, device=device)
+    args = leaves(case)
+    torch.autograd.backward(chunk_kda(**args, backend="hopper"), cotangents(case))
+    for triple in gradient_triples(case, {n: args[n].grad for n in TENSORS if n != "A_log"}):
+        assert_close(*triple)
