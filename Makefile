@@ -34,10 +34,10 @@ test: $(STAMP)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist worksteal -q
 
 # Apart from test: tracing doubles the time that Triton's interpreter takes. So --thin runs some of a file's interpreted tests, and files are
-# left out that run the same lines on other inputs: the total is a lower bound of what `make test` covers.
+# left out that run the same lines on other inputs or compile in other processes: the total is a lower bound of what `make test` covers.
 # A target per test file: `make -j2 coverage` runs two at a time, and a run that was cut goes on where it stood.
-OTHER_INPUTS := tests/test_faults.py tests/test_faults_of_calls.py tests/test_properties.py tests/test_gradients.py
-COVERED := $(patsubst tests/%.py,out/coverage/%.data,$(filter-out $(OTHER_INPUTS),$(wildcard tests/test_*.py)))
+UNTRACED := $(patsubst %,tests/test_%.py,faults faults_of_calls properties gradients offline_compile decode_compile)
+COVERED := $(patsubst tests/%.py,out/coverage/%.data,$(filter-out $(UNTRACED),$(wildcard tests/test_*.py)))
 
 coverage: $(COVERED)
 	$(PY) -m coverage combine --quiet --keep --data-file=.coverage $^
