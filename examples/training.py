@@ -39,6 +39,7 @@ def add_training_arguments(parser: argparse.ArgumentParser, *, steps: int, batch
     parser.add_argument("--resume", action="store_true", help="go on from the state saved in --out")
     parser.add_argument("--time-limit", type=float, default=math.inf, help="seconds after which training ends, its schedule included")
     parser.add_argument("--eval-every", type=int, default=100, help="steps between evaluations (default 100)")
+    parser.add_argument("--save-every", type=int, default=None, help="steps between saved states (default: as --eval-every)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="torch device")
 
 
@@ -191,9 +192,10 @@ def fit(
             progress.advance(task)
             if step % options.eval_every == 0 and step < options.steps:
                 value = measure(step)
+            if step % (options.save_every or options.eval_every) == 0 and step < options.steps:
                 save(step)
-                if stop_at is not None and value >= stop_at:
-                    break
+            if stop_at is not None and value >= stop_at:
+                break
         if not history.eval_step or history.eval_step[-1] != step:
             measure(step)
         save(step)
