@@ -13,7 +13,7 @@ import torch
 from openkda import torch_forward
 from openkda.problem import Inputs, Problem
 from openkda.reference import prepare
-from openkda.torch_scores import CHUNK, SAFE_SPAN, SHIFT, any_gate, by_chunk, chunk_cumsum, exp2, unsafe_chunks, whole_chunks
+from openkda.torch_scores import CHUNK, SAFE_SPAN, SHIFT, any_gate, by_chunk, chunk_cumsum, exp2, sum_in_base_2, unsafe_chunks, whole_chunks
 
 
 def without_autocast(function):
@@ -96,8 +96,9 @@ def _segment(
     """q, k, v, g [B, T, HV, *], g the log decay, beta [B, T, HV], S [B, HV, K, V]. Returns o [B, T, HV, V] and S."""
     B, T, HV, _ = q.shape
     q, k, v, g, beta = (whole_chunks(x) for x in (q, k, v, g, beta[..., None]))
-    q, k, v, G, beta = (by_chunk(x).flatten(1, 2).contiguous() for x in (q, k, v, chunk_cumsum(g), beta))  # [NT, heads, C, *]
-    unsafe = unsafe_chunks(G[..., -1, :])
+    G = chunk_cumsum(g, sum_in_base_2(g))
+    q, k, v, G, beta = (by_chunk(x).flatten(1, 2).contiguous() for x in (q, k, v, G, beta))  # [NT, heads, C, *]
+    unsafe = unsafe_chunks(G)
     row = G.exp2() if unsafe is None else exp2(G)
     end = row[..., -1:, :]  # [NT, heads, 1, K]
     # k exp2(-G) as a quotient costs a fifth of the exponential, but its own gradient passes through exp2(-2G), which overflows: it is

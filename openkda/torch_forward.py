@@ -13,41 +13,42 @@ forms row by row: torch_scores.py says which and why. G is in base 2.
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-
 import torch
 
 from openkda.problem import Inputs, Problem
 from openkda.reference import prepare
-from openkda.torch_scores import CHUNK, SAFE_SPAN, SHIFT, any_gate, by_chunk, chunk_cumsum, exp2, unsafe_chunks, whole_chunks
+from openkda.torch_scores import CHUNK, SAFE_SPAN, SHIFT, any_gate, by_chunk, chunk_cumsum, exp2, sum_in_base_2, unsafe_chunks, whole_chunks
 
 CPU_SEGMENT_ROWS = 2048  # token-heads prepared at a time on a CPU: what they need stays in the caches, and malloc keeps its pages
 GPU_SEGMENT_ROWS = 1 << 18  # on a GPU the launches cost more than the memory does
 
 
-@dataclass(slots=True)
 class Workspace:
-    """What a segment of chunks is computed in, all [chunks, heads, ..] with heads = B * HV. One allocation, reused by every segment."""
+    """What a segment of `chunks` chunks is computed in, with heads = B * HV. One allocation and one set of views, for every segment."""
 
-    read: torch.Tensor  # [.., 2, CHUNK, K] qd, kd
-    kg: torch.Tensor  # [.., CHUNK, K] exp(-G) k / SHIFT, later kg
-    late: torch.Tensor  # [.., CHUNK, K] Linv^T kg
-    x: torch.Tensor  # [.., 2, CHUNK, V] -qd S, x
-    local: torch.Tensor  # [.., CHUNK, V] (Aqk Linv) x
-    scores: torch.Tensor  # [.., 2, CHUNK, CHUNK] of q and of k against k, less SHIFT
-    Z: torch.Tensor  # [.., CHUNK, CHUNK] Aqk Linv
-
-    @classmethod
-    def make(cls, chunks: int, heads: int, K: int, V: int, like: torch.Tensor) -> Workspace:
+    def __init__(self, chunks: int, B: int, HV: int, K: int, V: int, like: torch.Tensor) -> None:
         """Buffers in the dtype and on the device of `like`."""
-        shapes = dict(
-            read=(2, CHUNK, K), kg=(CHUNK, K), late=(CHUNK, K), x=(2, CHUNK, V), local=(CHUNK, V), scores=(2, CHUNK, CHUNK),
-            Z=(CHUNK, CHUNK),
-        )  # fmt: skip
-        sizes = [chunks * heads * math.prod(shape) for shape in shapes.values()]
-        pieces = like.new_empty(sum(sizes)).split(sizes)
-        return cls(**{name: piece.view(chunks, heads, *shape) for (name, shape), piece in zip(shapes.items(), pieces)})
+        lead, flat, heads = (chunks, B, HV), chunks * B * HV, (chunks, B * HV)
+        shapes = ((2 * CHUNK, K), (CHUNK, K), (CHUNK, K), (2 * CHUNK, V), (CHUNK, V), (2 * CHUNK, CHUNK), (CHUNK, CHUNK))
+        sizes = [flat * rows * columns for rows, columns in shapes]
+        pieces = [piece.view(flat, *shape) for piece, shape in zip(like.new_empty(sum(sizes)).split(sizes), shapes)]
+        self.chunks = chunks
+        self.read, self.kg, self.late, self.x, self.local, self.scores, self.Z = pieces  # [flat, rows, columns]
+        self.qd, self.kd = self.read.view(*lead, 2, CHUNK, K).unbind(3)  # [chunks, B, HV, CHUNK, K]: q exp(G), k exp(G)
+        self.kg_out = self.kg.view(*lead, CHUNK, K)  # k exp(-G) / SHIFT, later kg
+        self.from_state, self.v = self.x.view(*lead, 2, CHUNK, V).unbind(3)  # -qd S; v, after the serial pass v - kd S
+        self.local_out = self.local.view(*lead, CHUNK, V)  # (Aqk Linv) x
+        self.steps = tuple(
+            zip(
+                self.x.view(*heads, 2 * CHUNK, V).unbind(),
+                self.x.view(*heads, 2 * CHUNK, V)[:, :, CHUNK:].unbind(),
+                self.read.view(*heads, 2 * CHUNK, K).unbind(),
+                self.late.view(*heads, CHUNK, K).mT.unbind(),
+            )
+        )  # of each chunk: [-qd S; x], x, [qd; kd] and the transpose of Linv^T kg
+        self.zero = like.new_zeros(())
+        self.eye = torch.eye(CHUNK, dtype=like.dtype, device=like.device)
+        self.triangle = sum_in_base_2(like)
 
 
 def segment_tokens(problem: Problem, B: int, device: torch.device) -> int:
@@ -80,52 +81,44 @@ def sequences(
             length = v.shape[1]
             q, k, v, g, beta = (whole_chunks(x) for x in (q, k, v, g, beta[..., None]))
             chunks = v.shape[1] // CHUNK
-            if work is None or work.x.shape[0] != chunks:
-                work = Workspace.make(chunks, B * HV, K, V, v)
+            if work is None or work.chunks != chunks:
+                work = Workspace(chunks, B, HV, K, V, v)
             end = _prepare(work, q, k, g, beta, problem.scale)
-            x = work.x.unflatten(1, (B, HV))
-            x[..., 0, :, :] = 0.0
-            x[..., 1, :, :] = by_chunk(v)
+            work.from_state.zero_()
+            work.v.copy_(by_chunk(v))
             entries = h[:, start // problem.chunk_size :].unbind(1)
             _scan(work, end, S, dict(zip(range(0, chunks, problem.chunk_size // CHUNK), entries)))
-            _bmm(work.Z, work.x[:, :, 1], out=work.local)
+            torch.bmm(work.Z, work.x[:, CHUNK:], out=work.local)
             out = o[:, start : start + length] if length == v.shape[1] else v.new_empty(v.shape)
-            torch.sub(work.local.unflatten(1, (B, HV)), x[..., 0, :, :], alpha=problem.scale, out=by_chunk(out))
+            torch.sub(work.local_out, work.from_state, alpha=problem.scale, out=by_chunk(out))
             if length < v.shape[1]:
                 o[:, start:] = out[:, :length]
     return o, S, h
 
 
-def _bmm(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
-    """out = a b over the two leading dimensions. `out` is contiguous: any other is filled matrix by matrix."""
-    torch.bmm(a.flatten(0, 1), b.flatten(0, 1), out=out.flatten(0, 1))
-
-
 def _prepare(work: Workspace, q: torch.Tensor, k: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, scale: float) -> torch.Tensor:
-    """What does not depend on the state, into work: read, late and Z. Returns exp(G_C), each chunk's decay [chunks, heads, K, 1].
+    """What does not depend on the state, into work: read, late and Z. Returns exp(G_C), each chunk's decay [chunks, B * HV, K, 1].
 
     q, k, g [B, T, HV, K], g the log decay; beta [B, T, HV, 1]; T whole chunks."""
-    B, HV = k.shape[0], k.shape[2]
-    G = chunk_cumsum(g)
-    unsafe = unsafe_chunks(by_chunk(G)[..., -1, :])
+    G = chunk_cumsum(g, work.triangle)
+    unsafe = unsafe_chunks(by_chunk(G))
     row = by_chunk(G.exp2_() if unsafe is None else exp2(G))  # [chunks, B, HV, CHUNK, K]
     end = row[..., -1:, :]
-    q, k, beta = by_chunk(q), by_chunk(k), by_chunk(beta).flatten(1, 2)
-    read, kg = work.read.unflatten(1, (B, HV)), work.kg.unflatten(1, (B, HV))
-    torch.mul(q, row, out=read[..., 0, :, :])
-    torch.mul(k, row, out=read[..., 1, :, :])
+    q, k, beta = by_chunk(q), by_chunk(k), by_chunk(beta).reshape(-1, CHUNK, 1)
+    torch.mul(q, row, out=work.qd)
+    torch.mul(k, row, out=work.kd)
     held = row if unsafe is None else row.clamp(min=2.0**-SAFE_SPAN)  # the rows held have their scores from elsewhere
-    torch.addcdiv(k.new_zeros(()), k, held, value=1 / SHIFT, out=kg)
-    _bmm(work.read.flatten(2, 3), work.kg.mT, out=work.scores.flatten(2, 3))
-    kg *= end * SHIFT
+    torch.addcdiv(work.zero, k, held, value=1 / SHIFT, out=work.kg_out)
+    torch.bmm(work.read, work.kg.mT, out=work.scores)
+    work.kg_out.mul_(end * SHIFT)
     if unsafe is not None:
-        picked = (x.flatten(0, -3)[unsafe] for x in (q, k, by_chunk(G), work.scores.flatten(2, 3)))
-        work.scores.flatten(2, 3).flatten(0, 1)[unsafe], work.kg.flatten(0, 1)[unsafe] = any_gate(*picked)
-    L = work.scores[:, :, 1] * (beta * SHIFT)  # the solver reads the strictly lower part alone
-    eye = torch.eye(CHUNK, dtype=L.dtype, device=L.device)  # to the left of the inverse: half the time that it takes to the right
-    Linv = torch.linalg.solve_triangular(L, eye, upper=False, unitriangular=True, left=False).mul_(beta.mT)
-    _bmm(work.scores[:, :, 0].tril().mul_(scale * SHIFT), Linv, out=work.Z)
-    _bmm(Linv.mT, work.kg, out=work.late)
+        picked = (x.flatten(0, 2)[unsafe] for x in (q, k, by_chunk(G)))
+        work.scores[unsafe], work.kg[unsafe] = any_gate(*picked, work.scores[unsafe])
+    L = work.scores[:, CHUNK:] * (beta * SHIFT)  # the solver reads the strictly lower part alone
+    # The identity to the left of the inverse: half the time that it takes to the right.
+    Linv = torch.linalg.solve_triangular(L, work.eye, upper=False, unitriangular=True, left=False).mul_(beta.mT)
+    torch.bmm(work.scores[:, :CHUNK].tril().mul_(scale * SHIFT), Linv, out=work.Z)
+    torch.bmm(Linv.mT, work.kg, out=work.late)
     return end.flatten(1, 2).mT
 
 
@@ -134,8 +127,7 @@ def _scan(work: Workspace, end: torch.Tensor, S: torch.Tensor, entries: dict[int
 
     entries: chunk -> [B, HV, K, V], filled with the state at that chunk's entry."""
     state = S.flatten(0, 1)
-    steps = (work.x.flatten(2, 3), work.x[:, :, 1], work.read.flatten(2, 3), work.late.mT, end)
-    for n, (both, x, read, late, decay) in enumerate(zip(*(tensor.unbind() for tensor in steps))):
+    for n, ((both, x, read, late), decay) in enumerate(zip(work.steps, end.unbind())):
         if n in entries:
             entries[n].copy_(S)
         both.baddbmm_(read, state, alpha=-1)
