@@ -245,9 +245,9 @@ def test_an_interrupt_leaves_nothing_behind(tmp_path, sent, code):
     path = save(tmp_path / "in.safetensors", make_case("random", T=20000, H=2, K=64, dtype=torch.bfloat16).args)
     out = tmp_path / "results" / "o.safetensors"
     command = [sys.executable, "-m", "openkda", "run", str(path), "--out", str(out), "--plot", str(tmp_path / "p"), "--device", "cpu"]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
-    )
+    unignored = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's background jobs are born with SIGINT ignored
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, **pipes, env=os.environ | {"OMP_NUM_THREADS": "1"}, preexec_fn=unignored)
     deadline = time.monotonic() + 100
     while not list(tmp_path.glob("results/.o*")) and time.monotonic() < deadline:
         assert process.poll() is None, process.stderr.read()
