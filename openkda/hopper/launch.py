@@ -76,7 +76,7 @@ def launches(problem: Problem, config: Config, strides: Strides, kinds: Kinds) -
     split, whole = (Pointer(place[0], torch.int32, place[1] + 4 * TABLE * rows) for rows in (0, NS))
     if p.varlen:
         args = (Pointer(CU, kinds[2]), split, whole, p.N, p.T, target, NS)
-        found.append(Launch(segments.table_kernel, (-(-max(NS, p.N) // 64), 1, 1), args, (128, 64), 4))
+        found.append(Launch(segments.table_kernel, (-(-max(NS, p.N) // 64), 1, 1), args, (64,), 2))
 
     matrix = lambda operand, rows, columns: Matrix(
         operand, p.gate_dtype if operand == G else p.dtype, R, sizes[operand], steps[operand], rows, columns
