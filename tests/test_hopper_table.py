@@ -1,5 +1,7 @@
 """The segment table of the Hopper forward: the kernel that builds it for ragged batches, against the same in Python."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -24,7 +26,7 @@ def expected(lengths, target, rows):
         count = max(1, -(-steps // target))
         hi, before = lo + length, len(segments)
         cut = [min(lo + STEP * (i * steps // count), hi) for i in range(count + 1)]
-        segments += [[n, a, b, lo, hi, before, count] for a, b in zip(cut, cut[1:])]
+        segments += [[n, a, b, lo, hi, before, count] for a, b in pairwise(cut)]
         whole.append([n, lo, hi, lo, hi, before, count])
         lo = hi
     unused = [[-1, 0, 0, 0, 0, 0, 1]] * (rows - len(segments))
@@ -54,4 +56,4 @@ def test_a_bad_table_stays_inside(device):
     segments, _ = table([0, 90, 40, 500, -3], 128, 2, device)
     covered = sorted((a, b) for n, a, b, *_ in segments if n >= 0)
     assert all(0 <= a <= b <= 128 for a, b in covered)
-    assert all(one[1] <= two[0] for one, two in zip(covered, covered[1:]))
+    assert all(one[1] <= two[0] for one, two in pairwise(covered))
