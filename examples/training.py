@@ -190,11 +190,14 @@ def fit(
                 history.seconds.append(time.monotonic() - began)
                 progress.update(task, description=f"loss {history.loss[-1]:.3f}  {eval_name} {value:.3f}")
             progress.advance(task)
-            if step % options.eval_every == 0 and step < options.steps:
+            if step == options.steps:
+                break  # measured and saved below
+            due = step % options.eval_every == 0
+            if due:
                 value = measure(step)
-            if step % (options.save_every or options.eval_every) == 0 and step < options.steps:
+            if step % (options.save_every or options.eval_every) == 0:
                 save(step)
-            if stop_at is not None and value >= stop_at:
+            if due and stop_at is not None and value >= stop_at:
                 break
         if not history.eval_step or history.eval_step[-1] != step:
             measure(step)
