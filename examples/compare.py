@@ -1,6 +1,6 @@
 """Curves of several training runs in one picture, and their numbers in one JSON file.
 
-    python examples/compare.py curves.png KDA=out/lm softmax=out/lm_softmax --json curves.json
+    python examples/compare.py curves.png KDA=out/lm softmax=out/lm_softmax --json curves.json --commit "$(git rev-parse HEAD)"
 
 Each run is a name and the folder that `lm.py` or `synthetic.py` wrote. Left the training loss, right the figure of merit, both by step.
 """
@@ -63,6 +63,7 @@ def main(arguments: list[str] | None = None) -> dict[str, dict]:
     parser.add_argument("picture", type=Path, help="PNG to write")
     parser.add_argument("runs", nargs="+", metavar="NAME=FOLDER", help="runs to draw")
     parser.add_argument("--json", type=Path, default=None, help="also write summaries and thinned histories to this file")
+    parser.add_argument("--commit", default=None, help="of the sources that made the runs, for the JSON file")
     parser.add_argument("--merit", default="accuracy", help="name of the figure of merit (default accuracy)")
     options = parser.parse_args(arguments)
     if bad := [run for run in options.runs if "=" not in run]:
@@ -71,7 +72,7 @@ def main(arguments: list[str] | None = None) -> dict[str, dict]:
     plot(runs, options.picture, options.merit)
     if options.json:
         thin = {name: {"summary": run["summary"], "history": thinned(run["history"])} for name, run in runs.items()}
-        options.json.write_text(json.dumps(thin))
+        options.json.write_text(json.dumps({"commit": options.commit, "runs": thin}))
     return runs
 
 

@@ -237,9 +237,11 @@ def test_runs_side_by_side(trained, tmp_path):
     import compare
 
     folder, summary = trained
-    compare.main([str(tmp_path / "c.png"), f"a={folder}", f"b={folder}", "--json", str(tmp_path / "c.json"), "--merit", "nats"])
+    compare.main([str(tmp_path / "c.png"), f"a={folder}", f"b={folder}", "--json", str(tmp_path / "c.json"), "--commit", "abc"])
     assert (tmp_path / "c.png").read_bytes()[:4] == b"\x89PNG"
     written = json.loads((tmp_path / "c.json").read_text())
+    assert written["commit"] == "abc"
+    written = written["runs"]
     assert written["a"] == written["b"] and written["a"]["summary"] == summary
     assert written["a"]["history"]["step"] == [10, 20, 24]
     steps = list(range(10, 10010, 10))
