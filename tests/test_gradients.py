@@ -114,41 +114,38 @@ def test_combinations_on_kernels(device, row):
 @pytest.mark.gpu
 @pytest.mark.parametrize("gate", GATES)
 def test_combinations_where_dispatch_sends_them(device, gate):
-    """At the size of a real head, in bf16: a few roundings of 2^-9 in each product."""
-    for flags in spread(gate):
+    """At the size of a real head, in bf16: a few roundings of 2^-9 in each product. Two rows a gate form, every row with some."""
+    turn = list(GATES).index(gate)
+    for row in (2 * turn, 2 * turn + 1):
+        flags = spread(gate)[row % 8]
         flags["lengths"] = flags["lengths"] and (70, 0, 130)
         flags["scale"] = flags["scale"] and 0.1
         check_combination(combination(gate, flags, T=200, H=1, HV=2, K=128, dtype=BF16, gate_dtype=FP32, device=device), None, 0.03)
 
 
-LAUNCHES = [
-    dict(scan_block_v=16), dict(scan_block_v=32), dict(scan_block_v=64), dict(scan_block_k=64), dict(scan_warps=4), dict(scan_warps=8),
-    dict(scan_stages=1), dict(scan_stages=2), dict(scan_stages=3), dict(block_v=32), dict(block_v=64), dict(block_k=16), dict(block_k=32),
-    dict(block_k=64), dict(input_block_v=32), dict(input_block_v=64), dict(input_warps=4), dict(input_warps=8),
-]  # fmt: skip
+BLOCKS = dict(scan_block_v=(16, 32, 64), scan_block_k=(64, 128), block_v=(32, 64), block_k=(16, 32, 64), input_block_v=(32, 64))
+SCHEDULES = dict(scan_warps=(4, 8), scan_stages=(1, 2, 3), input_warps=(4, 8))  # of which the interpreter has none
+SMALL, FULL = dict(T=18, H=1, K=32, dtype=FP32), dict(T=298, H=2, K=128, dtype=BF16)
 
 
 @pytest.mark.parametrize(
-    "size",
-    [
-        pytest.param(dict(T=18, H=1, K=32, dtype=FP32), id="small"),
-        pytest.param(dict(T=298, H=2, K=128, dtype=BF16), id="full", marks=pytest.mark.gpu),
-    ],
+    ("field", "size"),
+    [pytest.param(field, SMALL, id=f"{field}-small") for field in BLOCKS]
+    + [pytest.param(field, FULL, id=f"{field}-full", marks=pytest.mark.gpu) for field in (*BLOCKS, *SCHEDULES)],
 )
-def test_41_every_launch_configuration(device, monkeypatch, size):
+def test_41_every_launch_configuration(device, monkeypatch, field, size):
     """Whatever the configuration chooses somewhere, forced here one at a time: the gradients stay within the earned error."""
     case = make_case("init", device=device, **size)
     backward = module("portable").backward.__globals__
     chosen = backward["configure_backward"](case.described()[0])
     expected, twin = reference_gradients(case, oracle, FP64), reference_gradients(case, rounded_chunk)
-    for change in LAUNCHES:
-        ((field, value),) = change.items()
-        if getattr(chosen, field) == value or (device.type == "cpu" and ("block" not in field or value > size["K"])):
-            continue  # the interpreter has neither warps nor stages
-        monkeypatch.setitem(backward, "configure_backward", lambda problem, change=change: replace(chosen, **change))
+    for value in (BLOCKS | SCHEDULES)[field]:
+        if getattr(chosen, field) == value or ("block" in field and value > size["K"]):
+            continue  # tested everywhere else, or wider than the head
+        monkeypatch.setitem(backward, "configure_backward", lambda problem, value=value: replace(chosen, **{field: value}))
         found = gradients(case, backend="portable")
         for name in ("q", "k", "v", "g", "beta", "dt_bias", "initial_state"):
-            assert_close(f"{change}: d{name}", found[name], expected[name], twin[name])
+            assert_close(f"{field}={value}: d{name}", found[name], expected[name], twin[name])
 
 
 @pytest.mark.gpu
