@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from openkda.ops import chunk_kda, fused_recurrent_kda
 from openkda.serving_step import kda_fused_decode
-from openkda.short_conv import short_conv
+from openkda.short_conv import kernels_serve, short_conv
 
 # Below this many tokens per sequence, and without gradients, the token-by-token kernel is the shorter way.
 RECURRENT_TOKENS = 16
@@ -88,7 +88,11 @@ def _power_of_two(n: int) -> int:
 
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
     """rms_norm(x) * weight * sigmoid(gate) over the last dim, returned in x's dtype. x, gate [..., V]; weight [V]. Computes in
-    fp32, or fp64 for fp64."""
+    fp32, or fp64 for fp64. On a GPU one Triton kernel, one more for the gradients; in a compiled graph torch's operators."""
+    if kernels_serve(x) and kernels_serve(gate):
+        from openkda.portable.gated_norm import gated_norm
+
+        return gated_norm(x, gate, weight, eps)
     dtype = torch.promote_types(x.dtype, torch.float32)
     y = F.rms_norm(x.to(dtype), weight.shape, weight.to(dtype), eps)
     return (y * torch.sigmoid(gate.to(dtype))).to(x.dtype)

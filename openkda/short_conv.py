@@ -27,10 +27,9 @@ def uses_causal_conv1d(stream: Tensor, taps: int) -> bool:
     return not torch.compiler.is_compiling() and stream.is_cuda and 2 <= taps <= 4 and installed("causal_conv1d")
 
 
-def uses_kernels(stream: Tensor, taps: int) -> bool:
-    """Whether the library's own Triton kernels run this convolution; in a compiled graph torch's is fused with its neighbours instead."""
-    served = not torch.compiler.is_compiling() and stream.is_cuda and stream.dtype in FLOAT_DTYPES and taps <= MAX_TAPS
-    return served and installed("triton")
+def kernels_serve(x: Tensor) -> bool:
+    """Whether the library's Triton kernels take the layer's pointwise work on x. A compiled graph fuses torch's operators instead."""
+    return not torch.compiler.is_compiling() and x.is_cuda and x.dtype in FLOAT_DTYPES and installed("triton")
 
 
 def _filter(stream: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -44,7 +43,7 @@ def _filter(stream: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         # It pads W-1 zeros on the left; the outputs that saw them are the first W-1.
         bias = None if bias is None else bias.to(stream.dtype)
         y = causal_conv1d_fn(stream.transpose(1, 2), weight.squeeze(1).to(stream.dtype), bias, activation="silu")[..., taps - 1 :]
-    elif uses_kernels(stream, taps):
+    elif kernels_serve(stream) and taps <= MAX_TAPS:
         from openkda.portable.short_conv import silu_conv
 
         return silu_conv(stream, weight, bias)

@@ -4,6 +4,7 @@ import torch
 from offline import CAPABILITY
 
 from openkda.portable import forward
+from openkda.portable.gated_norm import gated_norm
 from openkda.portable.short_conv import silu_conv
 from openkda.testing import make_case
 
@@ -24,10 +25,12 @@ def compile_problem(target: str, name: str) -> None:
     forward(problem.replace(device_type="cuda", capability=CAPABILITY[target]), inputs)
 
 
-def compile_short_conv(target: str) -> None:
-    """Compile the short convolution of a layer and its gradients."""
+def compile_pointwise(target: str) -> None:
+    """Compile the short convolution and the output norm of a layer, and their gradients."""
     stream, weight = torch.zeros(2, 99, 512, dtype=BF16, requires_grad=True), torch.zeros(512, 1, 4, requires_grad=True)
     torch.autograd.grad(silu_conv(stream, weight, None).sum(), (stream, weight))
+    x, gate, weight = (torch.zeros(*shape, dtype=BF16, requires_grad=True) for shape in ((99, 128), (99, 128), (128,)))
+    torch.autograd.grad(gated_norm(x, gate, weight, 1e-5).sum(), (x, gate, weight))
 
 
 def compile_all(target: str) -> None:

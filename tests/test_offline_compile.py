@@ -12,9 +12,9 @@ def test_portable_forward(target):
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_short_conv(target):
-    kernels = in_subprocess(target, "offline_portable:compile_short_conv")
-    assert {k.name for k in kernels} == {"conv_forward_kernel", "conv_backward_kernel"}
+def test_layer_kernels(target):
+    kernels = in_subprocess(target, "offline_portable:compile_pointwise")
+    assert {k.name for k in kernels} == {f"{what}_{way}_kernel" for what in ("conv", "norm") for way in ("forward", "backward")}
     assert faults(target, kernels) == []
 
 
