@@ -65,6 +65,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="directory or file for the results")
     parser.add_argument("--tools", nargs="+", choices=TOOLS, default=list(TOOLS))
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--seconds", type=int, default=300, help="limit of one tool on one case")
     parser.add_argument("--jobs", type=int, default=6, help="processes at a time")
     parser.add_argument("--commit", help="commit to record where the sources have no git history beside them")
@@ -73,9 +74,9 @@ def main() -> None:
     if arguments.case:
         run_case(arguments.case)
         return
-    for name in CASES:  # compiles what the tools are to watch
+    for name in arguments.cases:  # compiles what the tools are to watch
         run_case(name)
-    wanted = [(tool, name) for tool in arguments.tools for name in CASES]
+    wanted = [(tool, name) for tool in arguments.tools for name in arguments.cases]
     with ThreadPoolExecutor(arguments.jobs) as pool:
         rows = list(pool.map(lambda pair: verdict(*pair, arguments.seconds), wanted))
     for row in rows:
