@@ -81,7 +81,7 @@ def test_grouped_values_equal_repeated_heads(device):
     assert same(o, o2) and same(final, final2)
 
 
-LENGTHS = [(33, 1, 0, 64, 2), (0, 0), (1, 1, 1), (70,)]
+LENGTHS = [(33, 1, 0, 34, 2), (0, 0), (1, 1, 1), (40,)]
 
 
 @pytest.mark.parametrize("lengths", LENGTHS)
@@ -139,7 +139,7 @@ def poisoned(x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("bounded", [True, False])
-@pytest.mark.parametrize("T", [1, 2, 15, 17, 33, 49, 63, 65])
+@pytest.mark.parametrize("T", [1, 15, 33, 65])
 def test_memory_around_the_inputs_is_never_used(device, T, bounded):
     """Partial chunks and sub-chunks with some gates at -1000 per token, in NaN-filled surroundings; strides are honoured, bit for bit."""
     case = make_case("extreme" if not bounded else "random", T=T, H=2, K=24, V=20, raw=False, bounded=bounded, device=device)
@@ -222,11 +222,9 @@ def test_every_configuration_gives_the_same_result(device, changes, monkeypatch)
 
 
 def test_repeated_runs_are_bit_equal(device):
-    problem, inputs = make_case("mixed", lengths=(65, 3), H=2, K=16, dtype=BF16, device=device).described()
-    first = forward(problem, inputs)
-    for _ in range(3):
-        again = forward(problem, inputs)
-        assert same(first[0], again[0]) and same(first[1], again[1])
+    problem, inputs = make_case("mixed", lengths=(35, 3), H=2, K=16, dtype=BF16, device=device).described()
+    first, again = forward(problem, inputs), forward(problem, inputs)
+    assert same(first[0], again[0]) and same(first[1], again[1])
 
 
 def example() -> Problem:
