@@ -4,7 +4,7 @@ import torch
 from offline import CAPABILITY
 
 from openkda.autograd import TENSORS
-from openkda.hopper.backward import gradients
+from openkda.hopper.gradients import gradients
 from openkda.testing import make_case
 
 PROBLEMS = {

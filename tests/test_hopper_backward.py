@@ -6,7 +6,7 @@ from offline import SHARED_LIMIT, in_subprocess
 
 from openkda import chunk_kda, hopper, torch_backend
 from openkda.autograd import TENSORS
-from openkda.hopper.backward import gradients
+from openkda.hopper.gradients import gradients
 from openkda.testing import Case, assert_close, cotangents, gradient_triples, leaves, make_case, relative_error
 
 SMALL = dict(T=70, H=2, K=64, V=64, dtype=torch.bfloat16, bounded=True)

@@ -60,7 +60,7 @@ def backward(
 ) -> list[torch.Tensor | None]:  # fmt: skip
     """Gradients of q, k, v, g, beta, A_log, dt_bias, initial_state; None where `needs` is False. Arguments as portable.backward's; nothing
     is ever kept."""
-    from openkda.hopper.backward import gradients
+    from openkda.hopper.gradients import gradients
 
     with torch.cuda.device(inputs.q.device):
         return gradients(problem, inputs, needs, o, do, dfinal_state)

@@ -13,7 +13,7 @@ cancels is above e^5 times its result (portable/backward_inputs.py keeps the sta
 Sums over tokens are products with triangles of ones, the summand split into bf16 parts: they run where the accumulators already are. All
 tiles stand transposed, channels by tokens: an accumulator then is the next product's left operand.
 
-Grid (block of BK channels, chunk, head): BK = 64 is the least that the matrix unit takes, and four warps a block leave room for three.
+Grid (blocks of BK channels times head times chunk,), in this order: BK = 64 is the least that the matrix unit takes, and four warps a block leave room for three.
 fp32 accumulators [BK, C]: dq, dk, dG and one product.
 """
 
@@ -70,14 +70,15 @@ def chunk_gradients_kernel(
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
     GATE: tl.constexpr, L2NORM: tl.constexpr,
 ):  # fmt: skip
-    c = tl.program_id(1)
-    h = tl.program_id(2).to(tl.int64)
-    first, length = chunk_bounds(chunks_ptr, c)
-    entry = c.to(tl.int64) * HV + h
-    cols = tl.program_id(0) * BK + tl.arange(0, BK)
+    BLOCKS: tl.constexpr = K // BK
+    entry = (tl.program_id(0) // BLOCKS).to(tl.int64)
+    block = tl.program_id(0) % BLOCKS
+    h = entry % HV
+    first, length = chunk_bounds(chunks_ptr, entry // HV)
+    cols = block * BK + tl.arange(0, BK)
     if length <= 0:
         if dA_log_ptr is not None:
-            tl.store(dA_log_ptr + entry * (K // BK) + tl.program_id(0), 0.0)
+            tl.store(dA_log_ptr + entry * BLOCKS + block, 0.0)
         if ddt_bias_ptr is not None:
             tl.store(ddt_bias_ptr + entry * K + cols, tl.zeros([BK], tl.float32))
         return
@@ -160,7 +161,7 @@ def chunk_gradients_kernel(
     store_channels(dg_ptr + at * K, dg, rows, HV * K, cols, live, K, BK)
     if dA_log_ptr is not None:
         total = tl.sum(tl.sum(tl.where(live[None, :], dg * x, 0.0), 0), 0)
-        tl.store(dA_log_ptr + entry * (K // BK) + tl.program_id(0), total)
+        tl.store(dA_log_ptr + entry * BLOCKS + block, total)
     if ddt_bias_ptr is not None:
         tl.store(ddt_bias_ptr + entry * K + cols, tl.sum(dg, 1))
 
@@ -177,7 +178,7 @@ def chunk_gradients(
     dA_log, ddt_bias = partial(problem.has_A_log, K // BLOCK_K), partial(problem.has_dt_bias, K)
     q, k, g, do = (as_rows(x) for x in (inputs.q, inputs.k, inputs.g, do))
     if NC:
-        chunk_gradients_kernel[(K // BLOCK_K, NC, HV)](
+        chunk_gradients_kernel[(K // BLOCK_K * NC * HV,)](
             q, k, g, contiguous(inputs.A_log), contiguous(inputs.dt_bias), do, dv, p.norms, h, dh, r, scores.pairs, scores.sums, dq, dk, dg,
             dA_log, ddt_bias, plan.chunks, q.stride(0), q.stride(1), k.stride(0), k.stride(1), g.stride(0), g.stride(1), do.stride(0),
             do.stride(1), float(problem.scale), float(problem.lower_bound), half_span(problem), H=problem.H, HV=HV, K=K, V=problem.V, C=C,

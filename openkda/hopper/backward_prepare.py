@@ -11,7 +11,7 @@ The inverse doubles its blocks, 1, 2, 4, 8, 16 rows: X <- X - X L_s X, where L_s
 iterate is the exact inverse of a block-diagonal part of I + L, so nothing grows.
 
 All results are tiles of one chunk and head, [NC, HV, rows, columns], contiguous and written in full: rows past the end of a sequence are
-zero. Grid (chunk, head). Tiles [C, K] bf16 in registers, fp32 [C, C].
+zero. Grid (chunk times head,), heads first: blocks that run together share rows of memory. Tiles [C, K] bf16 in registers, fp32 [C, C].
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Prepared(NamedTuple):
     """Tiles of every chunk and value head, bf16 unless said otherwise."""
 
     Aqk: torch.Tensor  # [NC, HV, C, C]
-    T: torch.Tensor  # [NC, HV, C, C]
+    T: torch.Tensor  # [NC, HV, 2, C, C]: rounded to bf16, and what the rounding took: an error here is one of a whole row of r and dv
     w: torch.Tensor  # [NC, HV, C, K]
     kg: torch.Tensor  # [NC, HV, C, K]
     qg: torch.Tensor  # [NC, HV, C, K]
@@ -121,12 +121,11 @@ def prepare_chunk_kernel(
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, C: tl.constexpr,
     GATE: tl.constexpr, L2NORM: tl.constexpr, SIGMOID: tl.constexpr, NEG: tl.constexpr,
 ):  # fmt: skip
-    c = tl.program_id(0)
-    h = tl.program_id(1).to(tl.int64)
-    first, length = chunk_bounds(chunks_ptr, c)
+    entry = tl.program_id(0).to(tl.int64)
+    h = entry % HV
+    first, length = chunk_bounds(chunks_ptr, entry // HV)
     if length <= 0:
         return
-    entry = c.to(tl.int64) * HV + h
     hq = h // (HV // H)
     rows = tl.arange(0, C)
     cols = tl.arange(0, K)
@@ -173,9 +172,15 @@ def prepare_chunk_kernel(
     tl.store(Aqk_ptr + square, tl.where(r >= i, Aqk * fq[:, None] * fk[None, :], 0.0).to(element))
     X = invert_blocks(tl.where(r > i, L * (beta * fk)[:, None] * fk[None, :], 0.0), C)
     live_beta = tl.where(live, beta, 0.0)
-    tl.store(T_ptr + square, (X * live_beta[None, :]).to(element))
+    T = X * live_beta[None, :]
+    high = T.to(element)
+    square += entry * (C * C)
+    tl.store(T_ptr + square, high)
+    tl.store(T_ptr + C * C + square, (T - high.to(tl.float32)).to(element))
     # 2^G k = kx 2^-shift; half of that factor now, so that a small beta stays a normal number.
-    w = tl.dot((X * (live_beta * fk * exp2(-0.5 * shift))[None, :]).to(element), kx) * -exp2(-0.5 * shift)
+    T = X * (live_beta * fk * -exp2(-0.5 * shift))[None, :]
+    high = T.to(element)
+    w = tl.dot((T - high.to(tl.float32)).to(element), kx, acc=tl.dot(high, kx)) * exp2(-0.5 * shift)
     tl.store(w_ptr + at, w.to(element))
 
 
@@ -188,10 +193,10 @@ def prepare_chunks(problem: Problem, plan: Plan, inputs: Inputs) -> Prepared:
     """The tiles of every chunk of a plan with C tokens a chunk; unused rows of the plan's table are not written."""
     HV, K, NC, dtype, device = problem.HV, problem.K, plan.num_chunks, problem.dtype, inputs.q.device
     new = lambda *shape, dtype=dtype: torch.empty(NC, HV, *shape, dtype=dtype, device=device)
-    p = Prepared(new(C, C), new(C, C), new(C, K), new(C, K), new(C, K), new(K, dtype=torch.float32), new(2, C, dtype=torch.float32))
+    p = Prepared(new(C, C), new(2, C, C), new(C, K), new(C, K), new(C, K), new(K, dtype=torch.float32), new(2, C, dtype=torch.float32))
     q, k, g, beta = (as_rows(x) for x in (inputs.q, inputs.k, inputs.g, inputs.beta))
     if NC:
-        prepare_chunk_kernel[(NC, HV)](
+        prepare_chunk_kernel[(NC * HV,)](
             q, k, g, beta, contiguous(inputs.A_log), contiguous(inputs.dt_bias), *p, plan.chunks, q.stride(0), q.stride(1), k.stride(0),
             k.stride(1), g.stride(0), g.stride(1), beta.stride(0), float(problem.scale), float(problem.lower_bound), half_span(problem),
             H=problem.H, HV=HV, K=K, C=C, GATE=problem.gate, L2NORM=problem.qk_l2norm, SIGMOID=problem.beta_sigmoid,

@@ -52,13 +52,14 @@ def forward_steps(
     for c in tl.range(0, count, num_stages=STAGES):
         entry = (chunk + c) * HV + h
         v = load_tile(v_ptr + (first + c * C) * v_row + h * v_head, rows, v_row, vv, rows < length - c * C, V, BV)
-        T = tl.load(T_ptr + entry * (C * C) + square)
+        T = tl.load(T_ptr + entry * (2 * C * C) + square)
+        rest = tl.load(T_ptr + entry * (2 * C * C) + C * C + square)
         w = tl.load(w_ptr + entry * (C * K) + tile)
         kg = tl.load(kg_ptr + entry * (C * K) + tile)
         decay = tl.load(decay_ptr + entry * K + kk)
         Sb = S.to(w.dtype)
         tl.store(h_ptr + entry * (K * V) + vv[:, None] * K + kk[None, :], Sb)
-        r = tl.dot(tl.trans(v), tl.trans(T))
+        r = tl.dot(tl.trans(v), tl.trans(rest), acc=tl.dot(tl.trans(v), tl.trans(T)))
         r = tl.dot(Sb, tl.trans(w), acc=r).to(w.dtype)
         tl.store(r_ptr + entry * (C * V) + vv[:, None] * C + rows[None, :], r)
         S = tl.dot(r, kg, acc=S * decay[None, :])

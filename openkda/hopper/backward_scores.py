@@ -6,7 +6,7 @@
 dZ and dA leave as gradients of the scores of normalised rows (norms and scale multiplied in), over a power of two near their largest
 element: backward_chunk.py multiplies them by factors of up to 2^116, and exact powers of two keep that finite for any gradient.
 
-Grid (chunk, head). fp32 accumulators [V, C] and two [C, C].
+Grid (chunk times head,), heads first. fp32 accumulators [V, C] and two [C, C].
 """
 
 from __future__ import annotations
@@ -63,35 +63,38 @@ def score_gradients_kernel(
     scale,
     HV: tl.constexpr, V: tl.constexpr, C: tl.constexpr, L2NORM: tl.constexpr, SIGMOID: tl.constexpr, NEG: tl.constexpr,
 ):  # fmt: skip
-    c = tl.program_id(0)
-    h = tl.program_id(1).to(tl.int64)
-    first, length = chunk_bounds(chunks_ptr, c)
+    entry = tl.program_id(0).to(tl.int64)
+    h = entry % HV
+    first, length = chunk_bounds(chunks_ptr, entry // HV)
     if length <= 0:
         return
-    entry = c.to(tl.int64) * HV + h
     at = first * HV + h
     rows = tl.arange(0, C)
     vv = tl.arange(0, V)
     live = rows < length
     square = rows[:, None] * C + rows[None, :]
     dr = tl.load(dr_ptr + entry * (C * V) + vv[:, None] * C + rows[None, :])
-    T = tl.load(T_ptr + entry * (C * C) + square)
+    T = tl.load(T_ptr + entry * (2 * C * C) + square)
+    rest = tl.load(T_ptr + entry * (2 * C * C) + C * C + square)
     r = tl.load(r_ptr + entry * (C * V) + vv[:, None] * C + rows[None, :])
     do = load_tile(do_ptr + first * do_row + h * do_head, rows, do_row, vv, live, V, V)
     beta = load_beta(beta_ptr + first * beta_row + h, rows, beta_row, live, SIGMOID, NEG)
     nq = tl.load(norms_ptr + entry * (2 * C) + rows)
     nk = tl.load(norms_ptr + entry * (2 * C) + C + rows)
     fq, fk = row_factors(nq, nk, live, scale, L2NORM)
+    if L2NORM:
+        v = load_channels(v_ptr + first * v_row + h * v_head, rows, v_row, vv, live, V, V)
+        o = load_tile(o_ptr + at * V, rows, HV * V, vv, live, V, V)
+        o_do = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
 
-    dD = tl.dot(dr, T)  # [V, C]
+    dD = tl.dot(dr, rest, acc=tl.dot(dr, T))  # [V, C]
     store_channels(dv_ptr + at * V, dD, rows, HV * V, vv, live, V, V)
     dZ = tl.dot(do, r)
     N = tl.dot(tl.trans(dD.to(r.dtype)), r)
     i = rows[None, :]
     floor = nonzero_beta(beta)
-    rounded = floor.to(r.dtype).to(tl.float32)  # the diagonal of T as it entered r and dD
-    dbeta = tl.sum(tl.where(rows[:, None] == i, N, 0.0), 1) / (rounded * rounded)
-    beta_dbeta = floor * dbeta
+    beta_dbeta = tl.sum(r.to(tl.float32) * dD, 0) / floor  # N_rr from the unrounded dD
+    dbeta = beta_dbeta / floor
     if SIGMOID:
         dbeta *= beta * (1.0 - (0.5 * beta if NEG else beta))
     tl.store(dbeta_ptr + at + rows * HV, dbeta.to(dbeta_ptr.dtype.element_ty), mask=live)
@@ -104,10 +107,8 @@ def score_gradients_kernel(
     sums_ptr += entry * (3 * C) + rows
     tl.store(sums_ptr + 2 * C, size + tl.zeros([C], tl.float32))
     if L2NORM:
-        v = load_channels(v_ptr + first * v_row + h * v_head, rows, v_row, vv, live, V, V).to(tl.float32)
-        o = load_tile(o_ptr + at * V, rows, HV * V, vv, live, V, V).to(tl.float32)
-        tl.store(sums_ptr, nq * nq * tl.sum(o * do.to(tl.float32), 1))
-        tl.store(sums_ptr + C, nk * nk * (2.0 * beta_dbeta - tl.sum(v * dD, 0)))
+        tl.store(sums_ptr, nq * nq * o_do)
+        tl.store(sums_ptr + C, nk * nk * (2.0 * beta_dbeta - tl.sum(v.to(tl.float32) * dD, 0)))
 
 
 def score_gradients(
@@ -122,9 +123,9 @@ def score_gradients(
     sums = torch.empty(NC, HV, 3, C, dtype=torch.float32, device=device)
     v, do, beta = as_rows(inputs.v), as_rows(do), as_rows(inputs.beta)
     if NC:
-        score_gradients_kernel[(NC, HV)](
+        score_gradients_kernel[(NC * HV,)](
             v, do, o.contiguous(), beta, p.T, p.norms, r, dr, dv, dbeta, pairs, sums, plan.chunks, v.stride(0), v.stride(1), do.stride(0),
             do.stride(1), beta.stride(0), float(problem.scale), HV=HV, V=problem.V, C=C, L2NORM=problem.qk_l2norm,
-            SIGMOID=problem.beta_sigmoid, NEG=problem.neg_eigval, num_warps=4, maxnreg=128,
+            SIGMOID=problem.beta_sigmoid, NEG=problem.neg_eigval, num_warps=4,
         )  # fmt: skip
     return ScoreGradients(pairs, sums)
