@@ -4,7 +4,7 @@
     dz[t] = dy[t] sigmoid(z[t]) (1 + z[t] (1 - sigmoid(z[t])))
     dx[s] = sum_j w[j] dz[s - j]          dw[j] = sum_t dz[t] x[t + j]          db = sum_t dz[t]
 
-Grid (block of BD channels, block of rows, batch); a tile is [BT, BD] in fp32, and neighbouring rows come from the cache, so every tensor
+Grid (block of rows, block of BD channels, batch); a tile is [BT, BD] in fp32, and neighbouring rows come from the cache, so every tensor
 passes through memory once. The backward finds z again, W times for each dz that a row of x meets. Sums over rows are written per program
 and added in one order: repeated runs are equal bit for bit.
 """
@@ -62,10 +62,10 @@ def conv_forward_kernel(
     BD: tl.constexpr,
 ):
     batch = tl.program_id(2).to(tl.int64)
-    cols = tl.program_id(0) * BD + tl.arange(0, BD)
+    cols = tl.program_id(1) * BD + tl.arange(0, BD)
     out = L - W + 1
     for i in range(tiles):
-        rows = (tl.program_id(1).to(tl.int64) * tiles + i) * BT + tl.arange(0, BT)
+        rows = (tl.program_id(0).to(tl.int64) * tiles + i) * BT + tl.arange(0, BT)
         z = response(x_ptr + batch * L * D, weight_ptr, bias_ptr, rows, cols, L, D, W, HAS_BIAS)
         mask = (rows < out)[:, None] & (cols < D)[None, :]
         tl.store(y_ptr + (batch * out + rows[:, None]) * D + cols[None, :], (z * sigmoid(z)).to(y_ptr.dtype.element_ty), mask=mask)
@@ -88,14 +88,14 @@ def conv_backward_kernel(
     BD: tl.constexpr,
 ):
     batch = tl.program_id(2).to(tl.int64)
-    cols = tl.program_id(0) * BD + tl.arange(0, BD)
+    cols = tl.program_id(1) * BD + tl.arange(0, BD)
     out = L - W + 1
     x_ptr += batch * L * D
-    at = sums_ptr + (batch * tl.num_programs(1) + tl.program_id(1)) * (W + 1) * D + cols
+    at = sums_ptr + (batch * tl.num_programs(0) + tl.program_id(0)) * (W + 1) * D + cols
     taps = tl.arange(0, triton.next_power_of_2(W + 1))
     sums = tl.zeros([triton.next_power_of_2(W + 1), BD], tl.float32)
     for i in range(tiles):
-        rows = (tl.program_id(1).to(tl.int64) * tiles + i) * BT + tl.arange(0, BT)
+        rows = (tl.program_id(0).to(tl.int64) * tiles + i) * BT + tl.arange(0, BT)
         dx = tl.zeros([BT, BD], tl.float32)
         for j in tl.static_range(W):
             z = response(x_ptr, weight_ptr, bias_ptr, rows - j, cols, L, D, W, HAS_BIAS)
@@ -122,7 +122,7 @@ class SiluConv(torch.autograd.Function):
         y = stream.new_empty(B, L - W + 1, D)
         tiles = min(FORWARD_TILES, triton.cdiv(L - W + 1, BT))
         programs = triton.cdiv(L - W + 1, BT * tiles)
-        conv_forward_kernel[(triton.cdiv(D, BD), programs, B)](
+        conv_forward_kernel[(programs, triton.cdiv(D, BD), B)](
             stream, weight, bias, y, L, tiles, D=D, W=W, HAS_BIAS=bias is not None, BT=BT, BD=BD, num_warps=4
         )
         ctx.save_for_backward(stream, weight, bias)
@@ -139,7 +139,7 @@ class SiluConv(torch.autograd.Function):
         programs = triton.cdiv(L, BT * tiles)
         dx = torch.empty_like(stream)
         sums = torch.empty(B * programs, W + 1, D, dtype=torch.float32, device=stream.device)
-        conv_backward_kernel[(triton.cdiv(D, BD), programs, B)](
+        conv_backward_kernel[(programs, triton.cdiv(D, BD), B)](
             stream, weight, bias, dy.contiguous(), dx, sums, L, tiles, D=D, W=W, HAS_BIAS=bias is not None, BT=BT, BD=BD, num_warps=4
         )
         total = sums.sum(0)  # [W + 1, D]
