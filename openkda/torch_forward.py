@@ -112,8 +112,9 @@ def _prepare(work: Workspace, q: torch.Tensor, k: torch.Tensor, g: torch.Tensor,
     torch.bmm(work.read, work.kg.mT, out=work.scores)
     work.kg_out.mul_(end * SHIFT)
     if unsafe is not None:
-        picked = (x.flatten(0, 2)[unsafe] for x in (q, k, by_chunk(G)))
-        work.scores[unsafe], work.kg[unsafe] = any_gate(*picked, work.scores[unsafe])
+        chosen = slice(None) if len(unsafe) == len(work.scores) else unsafe  # all of them: nothing to gather
+        picked = (x.flatten(0, 2)[chosen] for x in (q, k, by_chunk(G)))
+        work.scores[chosen], work.kg[chosen] = any_gate(*picked, work.scores[chosen])
     L = work.scores[:, CHUNK:] * (beta * SHIFT)  # the solver reads the strictly lower part alone
     # The identity to the left of the inverse: half the time that it takes to the right.
     Linv = torch.linalg.solve_triangular(L, work.eye, upper=False, unitriangular=True, left=False).mul_(beta.mT)
