@@ -110,8 +110,8 @@ def test_08_gate_gradient_under_strong_decay(backend, device):
     case = make_case("random", bounded=False, raw=False, initial_state=False, **options)
     rate = 1.0 + 15.0 * torch.rand(2, 1, generator=torch.Generator().manual_seed(0))
     with_gate(case, -rate.to(device) * torch.rand(1, 64, 2, K, generator=torch.Generator().manual_seed(1)).to(device))
-    dg = check_gradients(case, backend)["g"]
-    assert dg[:, 0].abs().max() <= 1e-6 * dg.abs().max()
+    dg = check_gradients(case, backend, 1e-4)["g"]
+    assert dg[:, 0].abs().max() <= (1e-6 if finest(backend) == F32 else 1e-3) * dg.abs().max()
 
 
 @sizes(dict(T=70, H=1, K=16), dict(T=1000, H=4, K=64))
@@ -120,7 +120,7 @@ def test_09_no_decay_at_all(backend, device, size):
     size = {**size, "K": width(backend, size["K"]), "dtype": finest(backend)}
     case = make_case("zero", raw=False, bounded=False, qk_l2norm=False, device=device, **size)
     check(case, backend)
-    check_gradients(case, backend)
+    check_gradients(case, backend, 2e-5)
 
 
 @pytest.mark.parametrize("gate_dtype", [F32, BF16])
@@ -163,7 +163,7 @@ def test_13_partial_blocks_before_poisoned_memory(backend, device, T):
 def test_19_odd_wide_heads(backend, device, K):
     """One token, K just over a power of two: values and gradients."""
     check(make_case("random", B=4, T=1, H=1, K=K, V=64, dtype=BF16, device=device), backend)
-    check_gradients(make_case("random", T=1, H=1, K=K, V=16, device=device), backend)
+    check_gradients(make_case("random", T=1, H=1, K=K, V=16, device=device), backend, 1e-4)
 
 
 @pytest.mark.parametrize(
