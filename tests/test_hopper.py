@@ -24,15 +24,15 @@ def split_config(problem, how, steps=4):
     if how == "half":
         return Config(base_tiles(problem, config.HALF))
     if how == "wide":
-        return Config(base_tiles(problem, config.WIDE))
+        return Config(base_tiles(problem, config.FULL))
     state = base_tiles(problem, config.PAIRS, outputs=False, split="state")
     if how.startswith("tails"):
-        first = base_tiles(problem, config.TAILS, split="tails")
+        first = base_tiles(problem, config.FULL, split="tails")
         if how == "tails, whole":
             return Config(first, steps, min(2, steps), None, base_tiles(problem, config.HALF, split="whole"))
-        return Config(first, steps, min(2, steps), state, rest=base_tiles(problem, config.WIDE, split="rest"))
+        return Config(first, steps, min(2, steps), state, rest=base_tiles(problem, config.FULL, split="rest"))
     if how == "summaries":
-        return Config(base_tiles(problem, config.WIDE, split="segments"), steps, min(2, steps), state)
+        return Config(base_tiles(problem, config.FULL, split="segments"), steps, min(2, steps), state)
     whole = base_tiles(problem, config.HALF, split="whole")
     return Config(base_tiles(problem, config.FULL, split="segments_all"), steps, min(2, steps), state, whole)
 

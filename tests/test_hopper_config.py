@@ -8,7 +8,7 @@ import torch
 
 from openkda.hopper import launch, runtime, why_not
 from openkda.hopper.compat import raw_launch
-from openkda.hopper.config import SHARED_BYTES, STEP, choose, slot_bytes
+from openkda.hopper.config import SHARED_BYTES, STEP, choose, group_bytes
 from openkda.hopper.runtime import Launch, Matrix, Pointer, Ready
 from openkda.hopper.scan import DROP_BITS
 from openkda.testing import make_case
@@ -49,8 +49,8 @@ def test_choice_is_pure_and_fits_the_device(problem, T, H):
     assert config.reason
     for tiles in (config.forward, config.state, config.whole, config.rest):
         if tiles is not None:
-            assert tiles.slots > tiles.preps
-            assert tiles.slots * slot_bytes(tiles, p.gate_dtype.itemsize) < SHARED_BYTES
+            assert tiles.groups >= 2
+            assert tiles.groups * group_bytes(tiles, p.gate_dtype.itemsize) < SHARED_BYTES
     if config.steps:
         assert 1 <= config.tail <= config.steps
 

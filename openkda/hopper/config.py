@@ -22,7 +22,7 @@ class Tiles:
     K: int
     V: int
     R: int  # rows of V (of the transposed state) per block
-    slots: int  # steps held in shared memory
+    groups: int  # groups of four blocks held in shared memory
     preps: int  # preparation partitions of 4 warps
     prep_regs: int
     scan_warps: int
@@ -50,12 +50,10 @@ class Config:
     rest: Tiles | None = None  # of the segments whose own tails did not suffice, where `forward` runs tails itself (split "tails")
 
 
-# What a block looks like: rows of V, preparation partitions and their registers, warps of the scan, ring slots.
-FULL = dict(R=128, preps=2, prep_regs=120, scan_warps=4, slots=5)  # most work per block: enough heads to fill the chip
-WIDE = dict(R=128, preps=2, prep_regs=112, scan_warps=8, slots=5)  # shorter steps: few blocks
-HALF = dict(R=64, preps=2, prep_regs=168, scan_warps=4, slots=6)  # two blocks share a head
-TAILS = dict(WIDE, prep_regs=96)  # the same, beginning with its own tail: the scan needs more registers
-PAIRS = dict(R=128, preps=1, prep_regs=88, scan_warps=8, slots=5)  # summaries: two chains of 128 rows
+# What a block looks like: rows of V, preparation partitions and their registers, warps of the scan, groups in the ring.
+FULL = dict(R=128, preps=2, prep_regs=120, scan_warps=4, groups=3)  # most work per block: enough heads to fill the chip
+HALF = dict(R=64, preps=2, prep_regs=160, scan_warps=4, groups=3)  # two blocks share a head
+PAIRS = dict(R=128, preps=1, prep_regs=72, scan_warps=8, groups=3)  # summaries: two chains of 128 rows
 
 
 def base_tiles(problem: Problem, shape: dict, **changes: object) -> Tiles:
@@ -69,18 +67,18 @@ def base_tiles(problem: Problem, shape: dict, **changes: object) -> Tiles:
         form=form, kg=form != "product",
     )  # fmt: skip
     tiles = Tiles(**{**fields, **shape, **changes})
-    per_slot = slot_bytes(tiles, p.gate_dtype.itemsize)
-    return replace(tiles, slots=min(tiles.slots, (SHARED_BYTES - 2 * BLOCK * tiles.R * 2 - RESERVED_BYTES) // per_slot))
+    per_group = group_bytes(tiles, p.gate_dtype.itemsize)
+    return replace(tiles, groups=min(tiles.groups, (SHARED_BYTES - 2 * BLOCK * tiles.R * 2 - RESERVED_BYTES) // per_group))
 
 
 SHARED_BYTES = 227 * 1024  # shared memory of a block
 RESERVED_BYTES = 4096  # exchanges between warps, barriers, alignment
 
 
-def slot_bytes(tiles: Tiles, gate_bytes: int) -> int:
-    """Shared memory of one ring slot (tiles.py, Ring)"""
+def group_bytes(tiles: Tiles, gate_bytes: int) -> int:
+    """Shared memory of a group of four blocks (tiles.py, Ring)"""
     t = tiles
-    return 4 * BLOCK * t.K * 2 + STEP * t.K * gate_bytes + STEP * t.R * 2 + 4 * BLOCK * BLOCK * 2 + 2 * t.K * 4 + 4 * BLOCK * 4
+    return 4 * (2 * BLOCK * t.K * 2 + BLOCK * t.K * gate_bytes + BLOCK * t.R * 2 + 2 * BLOCK * BLOCK * 2 + t.K * 4 + 2 * BLOCK * 4)
 
 
 MULTIPROCESSORS = 132
@@ -125,17 +123,16 @@ def choose(problem: Problem, longest: int | None = None) -> Config:
         blocks = "64 rows of V a block" if unsplit is HALF else "one block a head"
         return Config(base_tiles(p, unsplit), reason=f"{rows} heads times sequences, {steps} steps: unsplit, {blocks}")
     state = base_tiles(p, PAIRS, outputs=False, split="state", pdl=True)
-    shape = WIDE if rows <= SUMMARY_HEADS else FULL
     tail = max(1, min(TAIL, length // 4))
     if rows <= SUMMARY_HEADS and length <= OWN_TAIL_STEPS:
         reason = f"{rows} heads times sequences, {steps} steps: {parts} segments, each from its own tail where that suffices, else"
-        first = base_tiles(p, TAILS, split="tails", pdl=True)
+        first = base_tiles(p, FULL, split="tails", pdl=True)
         if summaries:
-            return Config(first, length, tail, state, None, f"{reason} from summaries", base_tiles(p, WIDE, split="rest", pdl=True))
+            return Config(first, length, tail, state, None, f"{reason} from summaries", base_tiles(p, FULL, split="rest", pdl=True))
         return Config(first, length, tail, None, base_tiles(p, unsplit, split="whole", pdl=True), f"{reason} unsplit")
     if summaries:
         reason = f"{rows} heads times sequences, {steps} steps: {parts} segments, entry states from tails or summaries"
-        return Config(base_tiles(p, shape, split="segments", pdl=True), length, tail, state, None, reason)
+        return Config(base_tiles(p, FULL, split="segments", pdl=True), length, tail, state, None, reason)
     reason = f"{rows} heads times sequences, {steps} steps: {parts} segments where tails give the entry states, else unsplit"
     whole = base_tiles(p, unsplit, split="whole", pdl=True)
-    return Config(base_tiles(p, shape, split="segments_all", pdl=True), length, tail, state, whole, reason)
+    return Config(base_tiles(p, FULL, split="segments_all", pdl=True), length, tail, state, whole, reason)

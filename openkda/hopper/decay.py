@@ -9,7 +9,7 @@ Each form is one multiply-add followed by the activation; the constants are per 
 from __future__ import annotations
 
 from openkda.hopper.compat import gl, gluon
-from openkda.hopper.tiles import LOG2E, channel_layout, ex2, half_layout, rcp, softplus2, to_f32
+from openkda.hopper.tiles import LOG2E, WIDTH, channel_layout, ex2, rcp, softplus2, to_f32
 
 
 @gluon.jit
@@ -42,20 +42,26 @@ def gate_line(src, head, channel, T: gl.constexpr):
 
 
 @gluon.jit
-def decay_constants(src, work, T: gl.constexpr):
-    K: gl.constexpr = T.K
-    L: gl.constexpr = half_layout(K) if T.form == "halves" else channel_layout(K)
-    channel = gl.arange(0, K, layout=gl.SliceLayout(0, gl.SliceLayout(1, L)))[None, None, :]
+def slice_line(src, work, first: gl.constexpr, T: gl.constexpr):
+    """gate_line of channels first to first + WIDTH"""
+    L: gl.constexpr = channel_layout(WIDTH, 16)
+    channel = first + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, gl.SliceLayout(1, L)))[None, None, :]
     return gate_line(src, work.head, channel, T)
 
 
 @gluon.jit
-def activate(x, factor, T: gl.constexpr):
-    """log2 of the decay factor from x = gate * slope + offset"""
+def decay_constants(src, work, T: gl.constexpr):
+    """gate_line of the first and of the last WIDTH channels"""
+    return slice_line(src, work, 0, T), slice_line(src, work, T.K - WIDTH, T)
+
+
+@gluon.jit
+def activate(x, T: gl.constexpr):
+    """What, times the factor, is log2 of the decay factor, from x = gate * slope + offset"""
     if T.gate == "bounded":
-        return rcp(ex2(x) + 1.0) * factor
+        return rcp(ex2(x) + 1.0)
     elif T.gate == "softplus":
-        return softplus2(x) * factor
+        return softplus2(x)
     else:
         return x
 
@@ -64,7 +70,8 @@ def activate(x, factor, T: gl.constexpr):
 def log2_decay(gate, consts, T: gl.constexpr):
     """log2 of the decay factor of each token and channel"""
     slope, offset, factor = consts
-    return activate(to_f32(gate) * slope + offset, factor, T)
+    x = activate(to_f32(gate) * slope + offset, T)
+    return x if T.gate == "none" else x * factor
 
 
 @gluon.jit

@@ -82,7 +82,7 @@ def launches(problem: Problem, config: Config, strides: Strides, kinds: Kinds) -
         operand, p.gate_dtype if operand == G else p.dtype, R, sizes[operand], steps[operand], rows, columns
     )
     optional = lambda there, operand, dtype: Pointer(operand, dtype) if there else None
-    q, k, g = matrix(Q, BLOCK, K), matrix(K_, BLOCK, K), matrix(G, STEP, K)
+    q, k, g = matrix(Q, BLOCK, K), matrix(K_, BLOCK, K), matrix(G, BLOCK, K)
     beta = Pointer(BETA, p.beta_dtype)
     A_log, dt_bias = optional(p.has_A_log, A_LOG, kinds[0]), optional(p.has_dt_bias, DT_BIAS, kinds[1])
     initial, final = optional(p.has_initial_state, INITIAL, p.state_dtype), optional(p.output_final_state, FINAL, p.state_dtype)
@@ -91,7 +91,7 @@ def launches(problem: Problem, config: Config, strides: Strides, kinds: Kinds) -
     def forward(tiles: Tiles, table: Pointer, rows: int, entry: Pointer | None = None, known: Pointer | None = None) -> Launch:
         out = Matrix(O, p.dtype, R, HV * V, HV * V, BLOCK, tiles.R)
         args = (
-            q, k, matrix(V_, STEP, tiles.R), g, out, Pointer(O, p.dtype), beta, A_log, dt_bias, initial, final, entry, known, table,
+            q, k, matrix(V_, BLOCK, tiles.R), g, out, Pointer(O, p.dtype), beta, A_log, dt_bias, initial, final, entry, known, table,
             HV, p.group, NS, config.tail, bound, p.scale,
         )  # fmt: skip
         return Launch(prefill.forward_kernel, (rows, HV, V // tiles.R), args, (tiles,), tiles.scan_warps, tiles.pdl)
@@ -105,7 +105,7 @@ def launches(problem: Problem, config: Config, strides: Strides, kinds: Kinds) -
     summary = Pointer(WORK, torch.float32, take(8 * NS * HV * K * V)) if chained else entry  # without summaries nothing is written there
 
     def pass_of_states(tail: int) -> Launch:
-        args = (k, matrix(V_, STEP, V), g, beta, A_log, dt_bias, initial, entry, summary, known, split, HV, p.group, NS, tail, bound)
+        args = (k, matrix(V_, BLOCK, V), g, beta, A_log, dt_bias, initial, entry, summary, known, split, HV, p.group, NS, tail, bound)
         # Where there are two passes, neither is a dependent launch, so that both are one compiled kernel.
         return Launch(prefill.state_kernel, (NS, HV, 1), args, (state,), state.scan_warps, first and state.pdl)
 

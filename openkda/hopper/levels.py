@@ -1,78 +1,82 @@
-"""Scores of 16x16 blocks: kd ki^T in one product, or in the level form.
+"""Tiles and scores of fp16 blocks, in the level form.
 
-The product form multiplies exp(G_r) by exp(-G_i), which needs 16 tokens' decay within fp32's range, and bf16 tiles: bounded gates. The
-level form serves fp16 tiles, under any gate: for s = 1, 2, 4, 8, rows of the odd s-block meet rows of the even s-block before it, both
-anchored on the even block's last row, so that every factor is at most 1. An anchor precedes every row it serves: causality is bit-exact."""
+fp16 cannot hold k / exp(G). For s = 1, 2, 4, 8, rows of the odd s-block meet rows of the even s-block before it, both anchored on the even
+block's last row, so that every factor is at most 1: a row is either odd, with exp(G_r - G_a), or even, with exp(G_a - G_i), hence one tile
+per level holds both sides of the product. The diagonal has no decay. An anchor precedes every row it serves: causality is bit-exact.
+
+32 channels at a time, which pass through all levels in place; the state takes kg = k exp(G_C - G)."""
 
 from __future__ import annotations
 
-from openkda.hopper.compat import fence_async_shared, gl, gluon, warpgroup_mma, warpgroup_mma_wait
-from openkda.hopper.tiles import block_layout, group_layout, scaled_exp2
+from openkda.hopper.blocks import both_operands, places
+from openkda.hopper.compat import gl, gluon, mma_v2
+from openkda.hopper.decay import gate_line, log2_decay
+from openkda.hopper.tiles import add, block_layout, ex2, last, scaled_exp2
 
-
-@gluon.jit
-def pair_scores(kd, ki):
-    """rows (k0, q0, k1, q1) [64, K] against columns (k0, k1) [32, K], the blocks on the diagonal: [4, 16, 16] fp32"""
-    return diagonal(all_pairs(kd, ki))
-
-
-@gluon.jit
-def all_pairs(kd, ki):
-    """The same for all blocks, [64, 32]"""
-    w32: gl.constexpr = group_layout(32, 4)
-    s = warpgroup_mma(kd, ki.permute((1, 0)), gl.zeros([64, 32], gl.float32, w32), use_acc=False, is_async=True)
-    return warpgroup_mma_wait(0, deps=(s,))
-
-
-@gluon.jit
-def diagonal(s):
-    """The blocks on the diagonal of s [64, 32], as [4, 16, 16]"""
-    mma: gl.constexpr = block_layout()
-    b = gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(2, mma)))[:, None, None]
-    s0, s1 = gl.split(s.reshape([4, 16, 2, 16]).permute((0, 1, 3, 2)))
-    return gl.where(b < 2, gl.convert_layout(s0, mma), gl.convert_layout(s1, mma))
+SLICE = gl.constexpr(32)  # channels at a time
 
 
 @gluon.jit
 def halves(x, level: gl.constexpr):
-    """The rows of even and of odd blocks of 2**level rows of x [2, 16, K], as [2, pairs, rows, K] each. Registers only."""
+    """The rows of even and of odd blocks of 2**level rows of x [4, 16, n], as [4, pairs, rows, n] each. Registers only."""
     s: gl.constexpr = 2**level
-    K: gl.constexpr = x.shape[2]
-    return gl.split(x.reshape([2, 8 // s, 2, s, K]).permute((0, 1, 3, 4, 2)))
+    n: gl.constexpr = x.shape[2]
+    return gl.split(x.reshape([4, 8 // s, 2, s, n]).permute((0, 1, 3, 4, 2)))
 
 
 @gluon.jit
-def store_level(tile, x, G, level: gl.constexpr):
-    """tile = x exp(G_r - G_a) in rows of odd blocks, x exp(G_a - G_i) in rows of even ones, a the even block's last row"""
-    K: gl.constexpr = x.shape[2]
+def level_exponents(G, level: gl.constexpr):
+    """G_r - G_a in rows of odd blocks, G_a - G_i in rows of even ones, a the even block's last row"""
     G0, G1 = halves(G, level)
-    x0, x1 = halves(x, level)
     a = gl.expand_dims(gl.min(G0, axis=2), 2)  # the last row's, G never rises
-    both = gl.join(scaled_exp2(x0, a - G0), scaled_exp2(x1, G1 - a)).permute((0, 1, 4, 2, 3))
-    tile.store(gl.convert_layout(both.reshape([2, 16, K]), x.type.layout))
+    both = gl.join(a - G0, G1 - a).permute((0, 1, 4, 2, 3))
+    return gl.convert_layout(both.reshape(G.shape), G.type.layout)
 
 
 @gluon.jit
-def level_scores(kd, ki, k_raw, q_raw, G, T: gl.constexpr):
-    """Scores [4, 16, 16] fp32 in the level form. Uses the kd and ki tiles as scratch."""
-    K: gl.constexpr = T.K
+def pair_products(kq, c: gl.constexpr, T: gl.constexpr):
+    """k k^T and q k^T of the c-th 32 channels of what kq holds now"""
     mma: gl.constexpr = block_layout()
-    r = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, mma)))[None, :, None]
-    c = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, mma)))[None, None, :]
-    k_tile = kd.reshape([2, 32, K]).slice(0, 16, dim=1)
-    q_tile = kd.reshape([2, 32, K]).slice(16, 16, dim=1)
-    column_tile = ki.reshape([2, 16, K])
-    column_tile.store(k_raw)  # kd still holds the raw rows: the diagonal has no decay
-    fence_async_shared()
-    scores = gl.where(r == c, pair_scores(kd, ki), 0.0)
-    for level in gl.static_range(4):
-        gl.thread_barrier()  # every warp's product is done with the tiles
-        store_level(k_tile, k_raw, G, level)
-        store_level(column_tile, k_raw, G, level)
+    zero = gl.zeros([4, 16, 16], gl.float32, mma)
+    k, kt = both_operands(kq, 0, c)
+    qk = zero
+    if T.outputs:
+        q = kq.slice(16, 16, dim=1).slice(SLICE * c, SLICE, dim=2).load(gl.DotOperandLayout(0, mma, 2))
+        qk = mma_v2(q, kt, zero)
+    return mma_v2(k, kt, zero), qk
+
+
+@gluon.jit
+def level_tiles(kq, g, ki, decay, src, work, T: gl.constexpr):
+    """kq = (kd, qd), ki = kg and decay of a group from its raw tiles; returns kd ki^T below the diagonal, qd ki^T"""
+    L: gl.constexpr = gl.BlockedLayout([1, 16, 1], [1, 1, 32], [4, 1, 1], [2, 1, 0])
+    r, i = places()
+    kk = gl.zeros([4, 16, 16], gl.float32, block_layout())
+    qk = kk
+    for c in gl.static_range(T.K // SLICE):
+        channel = SLICE * c + gl.arange(0, SLICE, layout=gl.SliceLayout(0, gl.SliceLayout(1, L)))[None, None, :]
+        consts = gate_line(src, work.head, channel, T)
+        raw = g.slice(SLICE * c, SLICE, dim=2).load(L)
+        k_tile = kq.slice(0, 16, dim=1).slice(SLICE * c, SLICE, dim=2)
+        q_tile = kq.slice(16, 16, dim=1).slice(SLICE * c, SLICE, dim=2)
+        k = k_tile.load(L)
+        q = q_tile.load(L)
+        G = gl.associative_scan(log2_decay(raw, consts, T), 1, add)
+        _, qk_c = pair_products(kq, c, T)
+        qk += gl.where(r == i, qk_c, 0.0)
+        for level in gl.static_range(4):
+            e = level_exponents(G, level)
+            k_tile.store(scaled_exp2(k, e))
+            if T.outputs:
+                q_tile.store(scaled_exp2(q, e))
+            kk_c, qk_c = pair_products(kq, c, T)
+            below = ((r >> level) == (i >> level) + 1) & ((r >> (level + 1)) == (i >> (level + 1)))
+            kk += gl.where(below, kk_c, 0.0)
+            qk += gl.where(below, qk_c, 0.0)
+        G_end = gl.reduce(G, 1, last)
+        k_tile.store(scaled_exp2(k, G))
         if T.outputs:
-            store_level(q_tile, q_raw, G, level)
-        fence_async_shared()
-        pairs = ((r >> level) == (c >> level) + 1) & ((r >> (level + 1)) == (c >> (level + 1)))
-        scores = gl.where(pairs, pair_scores(kd, ki), scores)
-    gl.thread_barrier()
-    return scores
+            q_tile.store(scaled_exp2(q, G))
+        ki.slice(0, 16, dim=1).slice(SLICE * c, SLICE, dim=2).store(scaled_exp2(k, gl.expand_dims(G_end, 1) - G))
+        decay.slice(SLICE * c, SLICE, dim=1).store(ex2(G_end))
+    return kk, qk

@@ -1,18 +1,19 @@
 """The Hopper forward: kernels and launcher. Grid (segments, HV, V / R); a block owns one segment of one sequence, one value head and R
-rows of V, and walks its tokens in steps of 32:
+rows of V, and walks its tokens in blocks of 16:
 
     default partition   scan_warps warps    the recurrence and the output (scan.py)
-    preps x 4 warps                         activation, norms, decay, scores, inverse (prep.py); each requests its own tiles
+    preps x 4 warps                         activation, norms, decay, scores, inverse, four blocks at a time (prep.py)
+    1 warp                                  requests the raw tiles, two blocks at a time
 
 Equations, names: docs/math.md. Algorithm, schedule, budgets and measurements: docs/hopper_prefill.md."""
 
 from __future__ import annotations
 
 from openkda.hopper.compat import gdc_launch_dependents, gdc_wait, gl, gluon
-from openkda.hopper.prep import prep_role
+from openkda.hopper.prep import load_role, prep_role
 from openkda.hopper.scan import Output, Sink, States, forward_scan, summary_scan
 from openkda.hopper.segments import locate
-from openkda.hopper.tiles import Source, make_ring, plain_shared, shared_layout
+from openkda.hopper.tiles import Source, make_ring, plain_shared, tile_layout
 
 
 @gluon.jit
@@ -25,19 +26,13 @@ def scan_role(ring, out, states, sink, work, segment, HV, NS, T: gl.constexpr):
 
 @gluon.jit
 def run_roles(scan, ring, src, work, columns, T: gl.constexpr):
-    """The scan, with arguments `scan`, in the default partition beside T.preps preparation partitions"""
+    """The scan, with arguments `scan`, in the default partition beside T.preps preparation partitions and a load warp"""
     regs: gl.constexpr = T.prep_regs
     if T.preps == 1:
-        gl.warp_specialize([(scan_role, scan), (prep_role, (ring, src, work, columns.index(0), 0, T))], [4], [regs])
-    elif T.preps == 2:
         gl.warp_specialize(
-            [
-                (scan_role, scan),
-                (prep_role, (ring, src, work, columns.index(0), 0, T)),
-                (prep_role, (ring, src, work, columns.index(1), 1, T)),
-            ],
-            [4, 4],
-            [regs, regs],
+            [(scan_role, scan), (prep_role, (ring, src, work, columns.index(0), 0, T)), (load_role, (ring, src, work, T))],
+            [4, 1],
+            [regs, 24],
         )
     else:
         gl.warp_specialize(
@@ -45,10 +40,10 @@ def run_roles(scan, ring, src, work, columns, T: gl.constexpr):
                 (scan_role, scan),
                 (prep_role, (ring, src, work, columns.index(0), 0, T)),
                 (prep_role, (ring, src, work, columns.index(1), 1, T)),
-                (prep_role, (ring, src, work, columns.index(2), 2, T)),
+                (load_role, (ring, src, work, T)),
             ],
-            [4, 4, 4],
-            [regs, regs, regs],
+            [4, 4, 1],
+            [regs, regs, 24],
         )
 
 
@@ -68,8 +63,8 @@ def forward_kernel(
     work = locate(segments_ptr, known_ptr, segment, head, group, gl.program_id(2) * R, NS, tail, T)
     src = Source(q_desc, k_desc, v_desc, g_desc, beta_ptr, A_log_ptr, dt_bias_ptr, HV, lower_bound, scale)
     ring = make_ring(src, T)
-    columns = gl.allocate_shared_memory(gl.float32, [preps, 4, 16], plain_shared())
-    out = Output(o_desc, o_ptr, gl.allocate_shared_memory(o_desc.dtype, [2, 16, R], shared_layout(16)))
+    columns = gl.allocate_shared_memory(gl.float32, [preps, 4, 16], plain_shared(2))
+    out = Output(o_desc, o_ptr, gl.allocate_shared_memory(o_desc.dtype, [2, 16, R], tile_layout(16)))
     states = States(initial_ptr, final_ptr, entry_ptr)
     run_roles((ring, out, states, Sink(None, known_ptr, tail), work, segment, HV, NS, T), ring, src, work, columns, T)
 
@@ -89,6 +84,6 @@ def state_kernel(
     work = locate(segments_ptr, known_ptr, segment, head, group, 0, NS, tail, T)
     src = Source(k_desc, k_desc, v_desc, g_desc, beta_ptr, A_log_ptr, dt_bias_ptr, HV, lower_bound, 1.0)
     ring = make_ring(src, T)
-    columns = gl.allocate_shared_memory(gl.float32, [preps, 4, 16], plain_shared())
+    columns = gl.allocate_shared_memory(gl.float32, [preps, 4, 16], plain_shared(2))
     states = States(initial_ptr, None, entry_ptr)
     run_roles((ring, None, states, Sink(summary_ptr, known_ptr, tail), work, segment, HV, NS, T), ring, src, work, columns, T)

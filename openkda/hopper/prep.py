@@ -1,85 +1,106 @@
-"""The preparation role of the Hopper forward: from the raw tiles of a step (32 tokens, two blocks of 16) to what the scan reads.
+"""The preparation roles of the Hopper forward: from the raw tiles of a group (4 blocks of 16 tokens) to what the scan reads.
 
 Per block, r_k, r_q the inverse norms (1 without l2norm), G the inclusive base-2 prefix sum of the log decay:
 
     kd = k exp(G)    qd = q exp(G)    ki = k / exp(G)  (or kg = k exp(G_C - G))        norms, beta, scale: rows of 16x16 blocks only
-                                                  kd, qd with a factor 2^anchor, rows with its inverse (halves.py; else 1)
+                                                  kd, qd with a factor 2^anchor, read and write with its inverse (halves.py; else 1)
     A  = diag(beta r_k^2) tril(kd ki^T, -1)       Z = tril(qd ki^T)
     T0 = (I + A)^-1 diag(beta r_k)                by doubling the block size 2, 4, 8, 16: every iterate is the exact inverse of a
                                                   block-diagonal part, so nothing grows
-    tz = (T0, Z T0)     rows = (-r_k, scale r_q)     decay = exp(G_C)
+    tz = (T0, Z T0)     read = -r_k     write = scale r_q     decay = exp(G_C)
 
-Raw tiles are overwritten in place: kq by (kd, qd), the gate by ki. Each partition of 4 warps takes every `preps`-th step and requests its
-own next step, so no load warp is needed. Rows past the segment's end are overwritten by neutral values first, before any exponential."""
+A partition of 4 warps takes every `preps`-th group, one warp per block: what a warp writes, it alone reads before the group is ready. Raw
+tiles are overwritten in place: kq by (kd, qd), the gate by ki. A load warp requests the tiles. Rows past the segment's end are overwritten
+by neutral values first, before any exponential."""
 
 from __future__ import annotations
 
-from openkda.hopper.compat import fence_async_shared, gl, gluon, mbarrier, mma_v2, tma, warpgroup_mma, warpgroup_mma_wait
+from openkda.hopper.blocks import both_operands, invert, places, product, scores
+from openkda.hopper.compat import fence_async_shared, gl, gluon, mbarrier, mma_v2, tma
 from openkda.hopper.decay import decay_constants, log2_decay, neutral_gate
-from openkda.hopper.halves import anchor, half_step
-from openkda.hopper.levels import level_scores, pair_scores
-from openkda.hopper.tiles import add, block_layout, channel_layout, ex2, group_layout, last, rcp, rsqrt, scaled_exp2, to_f32
+from openkda.hopper.halves import anchor, half_constants, half_tiles
+from openkda.hopper.levels import level_tiles
+from openkda.hopper.tiles import (
+    WIDTH,
+    add,
+    block_layout,
+    channel_layout,
+    ex2,
+    last,
+    outward,
+    plain_shared,
+    rcp,
+    rsqrt,
+    scaled_exp2,
+    stack_layout,
+)
 
 
 @gluon.jit
-def load_step(ring, src, work, it, T: gl.constexpr):
-    """Request the raw tiles of step `it` once its slot is free"""
-    slots: gl.constexpr = T.slots
+def load_role(ring, src, work, T: gl.constexpr):
+    """Request the raw tiles of all blocks, two at a time, as soon as their place is free"""
     K: gl.constexpr = T.K
     V: gl.constexpr = T.V
-    slot = it % slots
-    mbarrier.wait(ring.empty.index(slot), ((it // slots) & 1) ^ 1)
-    full = ring.full.index(slot)
-    k_bytes: gl.constexpr = src.k.block_type.nbytes * (4 if T.outputs else 2)
-    mbarrier.expect(full, k_bytes + src.v.block_type.nbytes + src.g.block_type.nbytes)
-    row = work.start + it * 32
-    kq = ring.kq.index(slot)
-    tma.async_copy_global_to_shared(src.g, [row, work.head * K], full, ring.g.index(slot))
-    for c in gl.static_range(2):
-        tma.async_copy_global_to_shared(src.k, [row + 16 * c, work.qk_head * K], full, kq.slice(32 * c, 16, dim=0))
-        if T.outputs:
-            tma.async_copy_global_to_shared(src.q, [row + 16 * c, work.qk_head * K], full, kq.slice(32 * c + 16, 16, dim=0))
-    tma.async_copy_global_to_shared(src.v, [row, work.head * V + work.row0], full, ring.v.index(slot))
+    halves: gl.constexpr = 2 * T.groups
+    block_bytes: gl.constexpr = src.k.block_type.nbytes * (2 if T.outputs else 1) + src.v.block_type.nbytes + src.g.block_type.nbytes
+    for it in range((work.steps + 1) // 2 * 2):
+        at = it % halves
+        full = ring.full.index(at // 2)
+        mbarrier.wait(ring.empty.index(at), ((it // halves) & 1) ^ 1)
+        if it < work.steps:
+            mbarrier.expect(full, 2 * block_bytes)
+            for c in gl.static_range(2):
+                row = work.start + it * 32 + 16 * c
+                b = 2 * at + c
+                tma.async_copy_global_to_shared(src.g, [row, work.head * K], full, ring.g.index(b))
+                tma.async_copy_global_to_shared(src.k, [row, work.qk_head * K], full, ring.kq.index(b).slice(0, 16, dim=0))
+                if T.outputs:
+                    tma.async_copy_global_to_shared(src.q, [row, work.qk_head * K], full, ring.kq.index(b).slice(16, 16, dim=0))
+                tma.async_copy_global_to_shared(src.v, [row, work.head * V + work.row0], full, ring.v.index(b))
+        else:
+            mbarrier.arrive(full, count=1)
 
 
 @gluon.jit
-def clear_tail(kq, g, v, valid, T: gl.constexpr):
-    """Make the rows from `valid` on neutral: no key, no query, no value, no decay. They may hold another sequence, or NaN."""
-    K: gl.constexpr = T.K
-    R: gl.constexpr = T.R
-    L: gl.constexpr = channel_layout(K)
-    LV: gl.constexpr = channel_layout(R)
-    i = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, L)))[None, :, None]
-    b = gl.arange(0, 2, layout=gl.SliceLayout(1, gl.SliceLayout(2, L)))[:, None, None]
-    keep = b * 16 + i < valid
-    for part in gl.static_range(2 if T.outputs else 1):
-        tile = kq.reshape([2, 32, K]).slice(16 * part, 16, dim=1)
-        tile.store(gl.where(keep, tile.load(L), 0.0).to(kq.dtype))
-    tile = g.reshape([2, 16, K])
-    tile.store(gl.where(keep, tile.load(L), neutral_gate(T)).to(g.dtype))
-    i = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, LV)))[None, :, None]
-    b = gl.arange(0, 2, layout=gl.SliceLayout(1, gl.SliceLayout(2, LV)))[:, None, None]
-    tile = v.reshape([2, 16, R])
-    tile.store(gl.where(b * 16 + i < valid, tile.load(LV), 0.0).to(v.dtype))
-    gl.thread_barrier()
+def unhoisted(x):
+    """x, computed where it stands: kept in registers it would cost those of every group"""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
-def load_beta(src, work, it):
-    """(raw beta, in range) of the rows of step `it` as [4, 16, 1]: each block twice, for its k and its q rows"""
+def clear_rows(tiles, at, valid, neutral, height: gl.constexpr, columns: gl.constexpr, T: gl.constexpr):
+    """Overwrite the rows from `valid` on of a group's four tiles [height, columns] of ring buffer `tiles`; in tiles of 32 rows, both
+    halves. A loop over pieces of 8 rows by 128 bytes, four at a time: it runs once per segment, and code is dear."""
+    width: gl.constexpr = 1024 // tiles.dtype.primitive_bitwidth
+    steps: gl.constexpr = height * columns // (8 * width)  # of four pieces
+    L: gl.constexpr = gl.BlockedLayout([1, 1, 128 // tiles.dtype.primitive_bitwidth], [1, 4, 8], [4, 1, 1], [2, 1, 0])
+    bits: gl.constexpr = tiles.dtype.primitive_bitwidth
+    pieces = tiles._reinterpret(tiles.dtype, [T.groups * steps, 4, 8, width], stack_layout(8, width, bits))
+    piece = gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(2, L)))[:, None, None]
+    i = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, L)))[None, :, None]
+    place = unhoisted(piece * 8 + i)
+    for s in range(gl.minimum(valid, 0) + steps):  # valid > 0; a bound known to the compiler would be unrolled
+        n = 4 * s + place // 8
+        row = n // steps * 16 + n % 2 * 8 + place % 8
+        tile = pieces.index(at * steps + s)
+        tile.store(gl.where(row < valid, tile.load(L), neutral).to(tile.dtype))
+
+
+@gluon.jit
+def load_beta(src, work, group):
+    """(raw beta, in range) of the rows of a group as [4, 16]"""
     mma: gl.constexpr = block_layout()
-    b = gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(2, mma)))[:, None, None]
-    i = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, mma)))[None, :, None]
-    row = (b // 2) * 16 + i
-    first = work.start + it * 32
+    b = gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(2, mma)))[:, None]
+    i = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, mma)))[None, :]
+    first = work.start + group * 64
     base = src.beta_ptr + first.to(gl.int64) * src.HV + work.head
-    live = row < work.end - first
-    return gl.load(base + row * src.HV, mask=live, other=0.0), live
+    live = b * 16 + i < work.end - first
+    return gl.load(base + (b * 16 + i) * src.HV, mask=live, other=0.0), live
 
 
 @gluon.jit
 def activate_beta(x, live, T: gl.constexpr):
-    """beta of a step's rows from its raw values, 0 past the segment's end"""
+    """beta of a group's rows from its raw values, 0 past the segment's end"""
     x = x.to(gl.float32)
     if T.beta != "given":
         top: gl.constexpr = 2.0 if T.beta == "twice" else 1.0
@@ -88,168 +109,103 @@ def activate_beta(x, live, T: gl.constexpr):
 
 
 @gluon.jit
-def invert(A, dtype: gl.constexpr):
-    """(I - A)^-1 of strictly lower 16x16 blocks by T <- T + (T A_s) T over block sizes 2, 4, 8, 16; operands in `dtype`, fp32 sums"""
+def row_norms(kq, part: gl.constexpr, T: gl.constexpr):
+    """rsqrt(|x|^2 + 1e-6) of the raw k (part 0) or q (part 1) rows of kq [4, 32, K] as [4, 16]: the diagonal of their Gram matrices"""
     mma: gl.constexpr = block_layout()
-    d0: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
-    d1: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
-    i = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, mma)))[None, :, None]
-    j = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, mma)))[None, None, :]
-    i1 = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, d1)))[None, :, None]
-    j1 = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, d1)))[None, None, :]
-    zero = gl.zeros([4, 16, 16], gl.float32, mma)
-    Ab = gl.convert_layout(A.to(dtype), d1)
-    T = gl.where(i == j, 1.0, gl.where((i // 2 == j // 2), A, 0.0))
-    for lv in gl.static_range(1, 4):
-        lower = ((i1 >> (lv + 1)) == (j1 >> (lv + 1))) & ((i1 >> lv) != (j1 >> lv))
-        Tb = T.to(dtype)
-        Y = mma_v2(gl.convert_layout(Tb, d0), gl.where(lower, Ab, 0.0), zero)
-        T = mma_v2(gl.convert_layout(Y.to(dtype), d0), gl.convert_layout(Tb, d1), T)
-    return T
+    i, j = places()
+    gram = gl.zeros([4, 16, 16], gl.float32, mma)
+    for c in gl.static_range(T.K // 32):
+        x, xt = both_operands(kq, 16 * part, c)
+        gram = mma_v2(x, xt, gram)
+    return rsqrt(gl.sum(gl.where(i == j, gram, 0.0), axis=2) + 1e-6)
 
 
 @gluon.jit
-def row_norms(kq, T: gl.constexpr):
-    """rsqrt(|x|^2 + 1e-6) of the raw rows as [4, 16, 1]: the diagonal of their Gram matrices, on the matrix unit"""
-    mma: gl.constexpr = block_layout()
-    d0: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
-    d1: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
-    i = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, mma)))[None, :, None]
-    j = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, mma)))[None, None, :]
+def product_tiles(kq, g, ki, decay, consts, T: gl.constexpr):
+    """kq = (kd, qd), ki over the gate, decay = exp(G_C)"""
     K: gl.constexpr = T.K
-    x = kq.reshape([4, 16, K]).load(d0)
-    gram = mma_v2(x, gl.convert_layout(x.permute((0, 2, 1)), d1), gl.zeros([4, 16, 16], gl.float32, mma))
-    return rsqrt(gl.expand_dims(gl.sum(gl.where(i == j, gram, 0.0), axis=2), 2) + 1e-6)
-
-
-@gluon.jit
-def finish_blocks(sc, tz, rows, columns, T: gl.constexpr):
-    """Scores to (T0, Z T0) of both blocks. In k rows, rows * columns is -beta r_k^2 2^-anchor."""
-    mma: gl.constexpr = block_layout()
-    i = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, mma)))[None, :, None]
-    j = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, mma)))[None, None, :]
-    dtype: gl.constexpr = tz.dtype
-    by_row: gl.constexpr = gl.SliceLayout(2, mma)
-    up: gl.constexpr = 2.0 ** anchor(T)
-    A = gl.where(i > j, sc, 0.0) * gl.expand_dims((rows.load(by_row) * up) * columns.load(by_row), 2)
-    inv = invert(A, dtype) * gl.expand_dims(columns.load(gl.SliceLayout(1, mma)), 1)
-    tz.store(inv.to(dtype).reshape([64, 16]))
-    fence_async_shared()
-    if T.outputs:
-        w16: gl.constexpr = group_layout(16, 4)
-        z = gl.where(i >= j, sc * up, 0.0).to(dtype).reshape([64, 16])
-        z = gl.convert_layout(z, gl.DotOperandLayout(0, w16, 2))
-        zero = gl.zeros([64, 16], gl.float32, w16)
-        y0 = warpgroup_mma(z, tz.slice(0, 16, dim=0), zero, use_acc=False, is_async=True)
-        y1 = warpgroup_mma(z, tz.slice(32, 16, dim=0), zero, use_acc=False, is_async=True)
-        y0, y1 = warpgroup_mma_wait(0, deps=(y0, y1))
-        r = gl.arange(0, 64, layout=gl.SliceLayout(1, w16))[:, None]
-        t = gl.convert_layout(inv.reshape([64, 16]), w16)
-        tz.store(gl.where((r // 16) % 2 == 1, gl.where(r < 32, y0, y1), t).to(dtype))
-        fence_async_shared()
-
-
-@gluon.jit
-def load_rows(kq, T: gl.constexpr):
-    """The raw k and q rows of a step [2, 16, K] (k twice where q is not asked for), read by every warp before any is overwritten"""
-    K: gl.constexpr = T.K
-    L: gl.constexpr = channel_layout(K)
-    k = kq.reshape([2, 32, K]).slice(0, 16, dim=1).load(L)
-    q = k
-    if T.outputs:
-        q = kq.reshape([2, 32, K]).slice(16, 16, dim=1).load(L)
-    gl.thread_barrier()
-    return k, q
-
-
-@gluon.jit
-def store_decayed(kq, k, q, G, T: gl.constexpr):
-    """kq = (kd, qd)"""
-    K: gl.constexpr = T.K
-    e = ex2(G)
-    kq.reshape([2, 32, K]).slice(0, 16, dim=1).store((to_f32(k) * e).to(kq.dtype))
-    if T.outputs:
-        kq.reshape([2, 32, K]).slice(16, 16, dim=1).store((to_f32(q) * e).to(kq.dtype))
-
-
-@gluon.jit
-def product_step(kq, ki, tz, rows, columns, G, G_end, T: gl.constexpr):
-    """Tiles and blocks of a step whose decays stay in the product form's range"""
-    K: gl.constexpr = T.K
-    k, q = load_rows(kq, T)
-    ki.reshape([2, 16, K]).store(scaled_exp2(k, -G))
-    store_decayed(kq, k, q, G, T)
-    fence_async_shared()
-    sc = pair_scores(kq, ki)
-    if T.kg:
-        gl.thread_barrier()  # every warp's scores are done with ki
-        ki.reshape([2, 16, K]).store(scaled_exp2(k, gl.expand_dims(G_end, 1) - G))
-        fence_async_shared()
-    finish_blocks(sc, tz, rows, columns, T)
-
-
-@gluon.jit
-def level_step(kq, ki, tz, rows, columns, G, G_end, T: gl.constexpr):
-    """The same for fp16, any gate, in the level form (levels.py)"""
-    K: gl.constexpr = T.K
-    k, q = load_rows(kq, T)
-    sc = level_scores(kq, ki, k, q, G, T)
-    store_decayed(kq, k, q, G, T)
-    ki.reshape([2, 16, K]).store(scaled_exp2(k, gl.expand_dims(G_end, 1) - G))
-    fence_async_shared()
-    finish_blocks(sc, tz, rows, columns, T)
-
-
-@gluon.jit
-def prepare_step(ring, src, work, it, columns, beta, consts, T: gl.constexpr):
-    K: gl.constexpr = T.K
-    slots: gl.constexpr = T.slots
-    mma: gl.constexpr = block_layout()
-    per_slot: gl.constexpr = src.g.dtype.primitive_bitwidth // 16
-    slot = it % slots
-    kq = ring.kq.index(slot)
-    ki = ring.ki.index(slot * per_slot)
-    tz = ring.tz.index(slot)
-    rows = ring.rows.index(slot)
-    valid = work.end - work.start - it * 32
-    if valid < 32:
-        clear_tail(kq, ring.g.index(slot), ring.v.index(slot), valid, T)
-    b = gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(2, mma)))[:, None, None]
-    odd = (b % 2) == 1
-    rr = row_norms(kq, T) if T.l2norm else gl.full([4, 16, 1], 1.0, gl.float32, mma)
-    down: gl.constexpr = 2.0 ** -anchor(T)
-    rows.store((rr * (gl.where(odd, src.scale, -1.0) * down)).reshape([4, 16]))
-    columns.store((beta * rr).reshape([4, 16]))
-    if T.form == "halves":
-        sc = half_step(kq, ki, ring.g.index(slot), ring.decay.index(slot), consts, T)
-        finish_blocks(sc, tz, rows, columns, T)
-    else:
-        raw = ring.g.index(slot).reshape([2, 16, K]).load(channel_layout(K))
-        G = gl.associative_scan(log2_decay(raw, consts, T), 1, add)
-        G_end = gl.reduce(G, 1, last)  # [2, K]
-        ring.decay.index(slot).store(ex2(G_end))
-        if T.form == "levels":
-            level_step(kq, ki, tz, rows, columns, G, G_end, T)
+    L: gl.constexpr = channel_layout(WIDTH, 16)
+    for c in gl.static_range(K // WIDTH):
+        graw = g.slice(WIDTH * c, WIDTH, dim=2).load(L)
+        k = kq.slice(0, 16, dim=1).slice(WIDTH * c, WIDTH, dim=2).load(L)
+        if T.outputs:
+            q = kq.slice(16, 16, dim=1).slice(WIDTH * c, WIDTH, dim=2).load(L)
+        G = gl.associative_scan(log2_decay(graw, consts[c], T), 1, add)
+        decay.slice(WIDTH * c, WIDTH, dim=1).store(ex2(gl.reduce(G, 1, last)))
+        if T.outputs:
+            kd, qd, columns = outward(k, q, G)
+            both = gl.join(kd, qd).permute((0, 3, 1, 2))
+            kq.reshape([4, 2, 16, K]).slice(WIDTH * c, WIDTH, dim=3).store(both)  # one store: two would have a barrier between them
         else:
-            product_step(kq, ki, tz, rows, columns, G, G_end, T)
+            kq.slice(0, 16, dim=1).slice(WIDTH * c, WIDTH, dim=2).store(scaled_exp2(k, G))
+            columns = scaled_exp2(k, -G)
+        ki.slice(0, 16, dim=1).slice(WIDTH * c, WIDTH, dim=2).store(columns)
+
+
+@gluon.jit
+def prepare_group(ring, src, work, group, columns, beta, consts, T: gl.constexpr):
+    K: gl.constexpr = T.K
+    groups: gl.constexpr = T.groups
+    dtype: gl.constexpr = src.k.dtype
+    mma: gl.constexpr = block_layout()
+    bits: gl.constexpr = src.g.dtype.primitive_bitwidth
+    at = group % groups
+    kq = ring.kq._reinterpret(dtype, [groups, 4, 32, K], stack_layout(32, K, 16)).index(at)
+    g = ring.g._reinterpret(src.g.dtype, [groups, 4, 16, K], stack_layout(16, K, bits)).index(at)
+    ki = ring.ki._reinterpret(dtype, [groups, 4, bits, K], stack_layout(bits, K, 16)).index(at)
+    tz = ring.tz._reinterpret(dtype, [groups, 4, 32, 16], stack_layout(32, 16, 16, 32)).index(at)
+    decay = ring.decay._reinterpret(gl.float32, [groups, 4, K], plain_shared(2)).index(at)
+    read = ring.read._reinterpret(gl.float32, [groups, 4, 16], plain_shared(2)).index(at)
+    write = ring.write._reinterpret(gl.float32, [groups, 4, 16], plain_shared(2)).index(at)
+    valid = work.end - work.start - group * 64
+    if valid < 64:
+        clear_rows(ring.kq, at, valid, 0.0, 32, K, T)
+        clear_rows(ring.g, at, valid, neutral_gate(T), 16, K, T)
+        clear_rows(ring.v, at, valid, 0.0, 16, T.R, T)
+    by_row: gl.constexpr = gl.SliceLayout(2, mma)
+    by_column: gl.constexpr = gl.SliceLayout(1, mma)
+    one = gl.full([4, 16], 1.0, gl.float32, by_row)
+    up: gl.constexpr = 2.0 ** anchor(T)
+    down: gl.constexpr = 2.0 ** -anchor(T)
+    rk = row_norms(kq, 0, T) if T.l2norm else one
+    read.store(rk * -down)
+    columns.store(beta * rk)
+    if T.outputs:
+        rq = row_norms(kq, 1, T) if T.l2norm else one
+        write.store(rq * (src.scale * down))
+    if T.form == "product":
+        product_tiles(kq, g, ki, decay, consts, T)
+        kk, qk = scores(kq, ki, T)
+    elif T.form == "halves":
+        kk, qk = half_tiles(kq, g, ki, decay, consts, T)
+    else:
+        kk, qk = level_tiles(kq, g, ki, decay, src, work, T)
+    i, j = places()
+    across = columns.load(by_column)
+    A = gl.where(i > j, kk, 0.0) * gl.expand_dims(beta * rk * -rk, 2)
+    inv, invt = invert(A, dtype)
+    tz.slice(0, 16, dim=1).store((inv * gl.expand_dims(across, 1)).to(dtype))
+    if T.outputs:
+        zero = gl.zeros([4, 16, 16], gl.float32, mma)
+        T0t = (invt * gl.expand_dims(beta * rk, 2)).to(dtype)
+        zt = product(gl.where(i >= j, qk * up, 0.0).to(dtype), T0t, zero)
+        tz.slice(16, 16, dim=1).store(zt.to(dtype))
+    fence_async_shared()
 
 
 @gluon.jit
 def prep_role(ring, src, work, columns, first: gl.constexpr, T: gl.constexpr):
-    """Steps first, first + preps, ... of this block's work. columns [4, 16] fp32: this partition's own scratch (beta * r_k)."""
-    slots: gl.constexpr = T.slots
+    """Groups first, first + preps, ... of this block's work. columns [4, 16] fp32: this partition's own scratch (beta * r_k)."""
+    groups: gl.constexpr = T.groups
     preps: gl.constexpr = T.preps
-    if first < work.steps:
-        load_step(ring, src, work, first + work.steps * 0, T)
-    consts = decay_constants(src, work, T)
+    consts = half_constants(src, work, T) if T.form == "halves" else decay_constants(src, work, T)
     raw, live = load_beta(src, work, first + work.steps * 0)
-    for turn in range((work.steps + preps - 1 - first) // preps):
-        it = turn * preps + first
-        slot = it % slots
-        if it + preps < work.steps:
-            load_step(ring, src, work, it + preps, T)
-        mbarrier.wait(ring.full.index(slot), (it // slots) & 1)
+    for turn in range(((work.steps + 1) // 2 + preps - 1 - first) // preps):
+        group = turn * preps + first
+        at = group % groups
+        phase = (group // groups) & 1
         beta = activate_beta(raw, live, T)
-        raw, live = load_beta(src, work, it + preps)  # a turn ahead: nothing waits for it
-        prepare_step(ring, src, work, it, columns, beta, consts, T)
-        mbarrier.arrive(ring.ready.index(slot), count=1)
+        raw, live = load_beta(src, work, group + preps)  # a turn ahead: nothing waits for it
+        mbarrier.wait(ring.full.index(at), phase)
+        prepare_group(ring, src, work, group, columns, beta, consts, T)
+        mbarrier.arrive(ring.ready.index(at), count=1)

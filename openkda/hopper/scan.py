@@ -54,14 +54,13 @@ def state_offsets(work, row, col, T: gl.constexpr, HV):
 
 
 @gluon.jit
-def first_state(states, segment, work, HV, T: gl.constexpr):
-    """S at the segment's start: initial_state, the segment's entry state, or 0"""
-    R: gl.constexpr = T.R
+def first_state(states, segment, work, HV, first: gl.constexpr, rows: gl.constexpr, T: gl.constexpr):
+    """Rows first to first + rows of S at the segment's start: initial_state, the segment's entry state, or 0"""
     K: gl.constexpr = T.K
     L: gl.constexpr = group_layout(K, gl.num_warps())
-    row = gl.arange(0, R, layout=gl.SliceLayout(1, L))[:, None]
+    row = first + gl.arange(0, rows, layout=gl.SliceLayout(1, L))[:, None]
     col = gl.arange(0, K, layout=gl.SliceLayout(0, L))[None, :]
-    S = gl.zeros([R, K], gl.float32, L)
+    S = gl.zeros([rows, K], gl.float32, L)
     if states.initial_ptr is not None:
         if work.from_initial:
             S = gl.load(states.initial_ptr + state_offsets(work, row, col, T, HV)).to(gl.float32)
@@ -74,60 +73,105 @@ def first_state(states, segment, work, HV, T: gl.constexpr):
 
 
 @gluon.jit
-def last_state(states, S, work, HV, T: gl.constexpr):
-    """Write S to final_state where this segment ends its sequence"""
-    R: gl.constexpr = T.R
+def last_state(states, S, work, HV, first: gl.constexpr, T: gl.constexpr):
+    """Write S, the rows from `first` on, to final_state where this segment ends its sequence"""
     K: gl.constexpr = T.K
     L: gl.constexpr = group_layout(K, gl.num_warps())
     if states.final_ptr is not None:
         if work.is_last:
-            row = gl.arange(0, R, layout=gl.SliceLayout(1, L))[:, None]
+            row = first + gl.arange(0, S.shape[0], layout=gl.SliceLayout(1, L))[:, None]
             col = gl.arange(0, K, layout=gl.SliceLayout(0, L))[None, :]
             ptr = states.final_ptr + state_offsets(work, row, col, T, HV)
             gl.store(ptr, S.to(states.final_ptr.dtype.element_ty))
 
 
 @gluon.jit
-def store_rows(out, o, row, c: gl.constexpr, work, HV, T: gl.constexpr):
-    """Store 16 rows of o [R, 16]: by the copy engine where all belong to this segment, masked at its end"""
-    R: gl.constexpr = T.R
+def store_rows(out, o, row, c, work, HV, T: gl.constexpr):
+    """Store 16 rows of o, a tuple of [rows, 16]: by the copy engine where all belong to this segment, masked at its end"""
     V: gl.constexpr = T.V
     L: gl.constexpr = group_layout(16, gl.num_warps())
+    rows: gl.constexpr = o[0].shape[0]
     if row + 16 <= work.end:
         tile = out.tile.index(c)
         tma.store_wait(1)
-        tile.permute((1, 0)).store(o)
+        for h in gl.static_range(len(o)):
+            tile.slice(rows * h, rows, dim=1).permute((1, 0)).store(o[h])
         fence_async_shared()
         tma.async_copy_shared_to_global(out.desc, [row, work.head * V + work.row0], tile)
     else:
         token = row + gl.arange(0, 16, layout=gl.SliceLayout(0, L))[None, :]
-        r = gl.arange(0, R, layout=gl.SliceLayout(1, L))[:, None]
-        at = (token.to(gl.int64) * HV + work.head) * V + work.row0 + r
-        gl.store(out.ptr + at, o, mask=token < work.end)
+        r = gl.arange(0, rows, layout=gl.SliceLayout(1, L))[:, None]
+        for h in gl.static_range(len(o)):
+            at = (token.to(gl.int64) * HV + work.head) * V + work.row0 + rows * h + r
+            gl.store(out.ptr + at, o[h], mask=token < work.end)
 
 
 @gluon.jit
-def advance(S, ring, slot, c: gl.constexpr, values: gl.constexpr, T: gl.constexpr):
-    """S [rows, K] after block c of a step, without output; rows of a map (values False) get no values"""
-    K: gl.constexpr = T.K
-    L: gl.constexpr = group_layout(K, gl.num_warps())
+def ki_tile(ring, b):
+    """ki [16, K] of the ring's block b"""
+    return ring.ki.index(b).slice(0, 16, dim=0)
+
+
+@gluon.jit
+def start_read(ring, b, S):
+    """X, Oq = S (kd, qd)^T, begun"""
+    L32: gl.constexpr = group_layout(32, gl.num_warps())
+    SA = gl.convert_layout(S.to(ring.kq.dtype), gl.DotOperandLayout(0, L32, 2))
+    zero = gl.zeros([S.shape[0], 32], gl.float32, L32)
+    return warpgroup_mma(SA, ring.kq.index(b).permute((1, 0)), zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def halves(x):
+    """The two [rows, 16] of an accumulator [rows, 32]"""
+    L16: gl.constexpr = group_layout(16, gl.num_warps())
+    x0, x1 = gl.split(x.reshape([x.shape[0], 2, 16]).permute((0, 2, 1)))
+    return gl.convert_layout(x0, L16), gl.convert_layout(x1, L16)
+
+
+@gluon.jit
+def load_values(ring, b, h: gl.constexpr, rows: gl.constexpr):
+    return ring.v.index(b).slice(rows * h, rows, dim=1).permute((1, 0)).load(group_layout(16, gl.num_warps()))
+
+
+@gluon.jit
+def start_solve(ring, b, XO, v, read):
+    """(Rt, Oz = D (T0, Z T0)^T begun, Oq), D = v - r_k X"""
+    L32: gl.constexpr = group_layout(32, gl.num_warps())
+    X, O = halves(XO)
+    D = gl.convert_layout((to_f32(v) + X * read).to(ring.kq.dtype), gl.DotOperandLayout(0, L32, 2))
+    zero = gl.zeros([v.shape[0], 32], gl.float32, L32)
+    return warpgroup_mma(D, ring.tz.index(b).permute((1, 0)), zero, use_acc=False, is_async=True), O
+
+
+@gluon.jit
+def start_update(ring, b, RO, S):
+    """(S + Rt ki begun, Oz)"""
+    Rt, Oz = halves(RO)
+    Rt = gl.convert_layout(Rt.to(ring.kq.dtype), gl.DotOperandLayout(0, S.type.layout, 2))
+    return warpgroup_mma(Rt, ki_tile(ring, b), S, is_async=True), Oz
+
+
+@gluon.jit
+def advance(S, ring, b, first: gl.constexpr, values: gl.constexpr, T: gl.constexpr):
+    """S [rows, K] after block b, without output. Its rows are the values' rows from `first` on, or (values False) those of a map, without
+    values."""
+    L: gl.constexpr = S.type.layout
     L16: gl.constexpr = group_layout(16, gl.num_warps())
     dtype: gl.constexpr = ring.kq.dtype
-    per_slot: gl.constexpr = ring.g.dtype.primitive_bitwidth // 16
-    kd = ring.kq.index(slot).slice(32 * c, 16, dim=0).permute((1, 0))
-    ki = ring.ki.index(slot * per_slot).slice(16 * c, 16, dim=0)
-    t0 = ring.tz.index(slot).slice(32 * c, 16, dim=0).permute((1, 0))
-    decay = ring.decay.index(slot).slice(c, 1, dim=0)
+    kd = ring.kq.index(b).slice(0, 16, dim=0).permute((1, 0))
+    t0 = ring.tz.index(b).slice(0, 16, dim=0).permute((1, 0))
+    decay = ring.decay.index(b)
     zero = gl.zeros([S.shape[0], 16], gl.float32, L16)
     X = warpgroup_mma(gl.convert_layout(S.to(dtype), gl.DotOperandLayout(0, L16, 2)), kd, zero, use_acc=False, is_async=True)
-    X = warpgroup_mma_wait(0, deps=(X,)) * ring.rows.index(slot).slice(2 * c, 1, dim=0).load(L16)
+    X = warpgroup_mma_wait(0, deps=(X,)) * ring.read.index(b).load(L16)
     if values:
-        X += to_f32(ring.v.index(slot).slice(16 * c, 16, dim=0).permute((1, 0)).load(L16))
+        X += to_f32(ring.v.index(b).slice(first, S.shape[0], dim=1).permute((1, 0)).load(L16))
     R = warpgroup_mma(gl.convert_layout(X.to(dtype), gl.DotOperandLayout(0, L16, 2)), t0, zero, use_acc=False, is_async=True)
     if T.kg:
         S = S * decay.load(L)
     R = warpgroup_mma_wait(0, deps=(R,))
-    S = warpgroup_mma(gl.convert_layout(R.to(dtype), gl.DotOperandLayout(0, L, 2)), ki, S, is_async=True)
+    S = warpgroup_mma(gl.convert_layout(R.to(dtype), gl.DotOperandLayout(0, L, 2)), ki_tile(ring, b), S, is_async=True)
     S = warpgroup_mma_wait(0, deps=(S,))
     if not T.kg:
         S = S * decay.load(L)
@@ -135,95 +179,174 @@ def advance(S, ring, slot, c: gl.constexpr, values: gl.constexpr, T: gl.constexp
 
 
 @gluon.jit
-def tail_state(ring, states, known_ptr, work, segment, HV, NS, T: gl.constexpr):
-    """(S after the steps before the segment, 1 if it is the segment's entry state). The map M of these steps comes first, alone: beside S
-    it would not fit into the registers."""
-    R: gl.constexpr = T.R
+def store_entry(states, S, segment, work, HV, first: gl.constexpr, T: gl.constexpr):
+    """Rows of S, from `first` on, as the segment's entry state"""
     K: gl.constexpr = T.K
-    slots: gl.constexpr = T.slots
+    L: gl.constexpr = S.type.layout
+    row = first + gl.arange(0, S.shape[0], layout=gl.SliceLayout(1, L))[:, None]
+    col = gl.arange(0, K, layout=gl.SliceLayout(0, L))[None, :]
+    base = states.entry_ptr + (segment.to(gl.int64) * HV + work.head) * (T.V * K)
+    gl.store(base + (work.row0 + row) * K + col, S)
+
+
+@gluon.jit
+def forgets(ring, work, T: gl.constexpr):
+    """1 if the steps before the segment leave nothing of what was before them: their map M has no entry above 2^-DROP_BITS, or there is
+    nothing before them"""
+    K: gl.constexpr = T.K
     L: gl.constexpr = group_layout(K, gl.num_warps())
     row = gl.arange(0, K, layout=gl.SliceLayout(1, L))[:, None]
     col = gl.arange(0, K, layout=gl.SliceLayout(0, L))[None, :]
     M = gl.where(row == col, 1.0, gl.zeros([K, K], gl.float32, L))
-    for it in range(work.tail):
-        slot = it % slots
-        mbarrier.wait(ring.full.index(slot), (it // slots) & 1)
-        mbarrier.wait(ring.ready.index(slot), (it // slots) & 1)
-        for c in gl.static_range(2):
-            M = advance(M, ring, slot, c, False, T)
-    small = ((gl.max(gl.max(gl.abs(M), 1), 0) <= 2.0**-DROP_BITS) | work.from_initial).to(gl.int32)
-    S = first_state(states, segment, work, HV, T)
-    for it in range(work.tail):
-        slot = it % slots
-        for c in gl.static_range(2):
-            S = advance(S, ring, slot, c, True, T)
-        mbarrier.arrive(ring.empty.index(slot), count=1)
-    if work.steps > 0:
-        gl.store(known_ptr + work.head * NS + segment, small)
-        if states.entry_ptr is not None:
-            r = gl.arange(0, R, layout=gl.SliceLayout(1, L))[:, None]
-            base = states.entry_ptr + (segment.to(gl.int64) * HV + work.head) * (T.V * K)
-            gl.store(base + (work.row0 + r) * K + col, S)
-    return S, small
+    for n in range(2 * work.tail):
+        if n % 4 == 0:
+            mbarrier.wait(ring.ready.index(n // 4), 0)
+        M = advance(M, ring, n, 0, False, T)
+    return ((gl.max(gl.max(gl.abs(M), 1), 0) <= 2.0**-DROP_BITS) | work.from_initial).to(gl.int32)
+
+
+@gluon.jit
+def drain(ring, work, stop, T: gl.constexpr):
+    """Free the steps from `stop` on: what is in flight must land before the block ends"""
+    halves: gl.constexpr = 2 * T.groups
+    for it in range(stop, work.steps):
+        at = it % halves
+        mbarrier.wait(ring.ready.index(at // 2), (it // halves) & 1)
+        mbarrier.arrive(ring.empty.index(at), count=1)
+
+
+@gluon.jit
+def scan_rows(ring, out, states, known_ptr, work, segment, HV, NS, T: gl.constexpr):
+    """R rows of V, one chain of products"""
+    K: gl.constexpr = T.K
+    R: gl.constexpr = T.R
+    L: gl.constexpr = group_layout(K, gl.num_warps())
+    L16: gl.constexpr = group_layout(16, gl.num_warps())
+    blocks: gl.constexpr = 4 * T.groups
+    first = 2 * work.tail
+    stop = (work.end - work.start + 15) // 16 * (work.steps > 0).to(gl.int32)
+    if T.split == "tails":
+        known = forgets(ring, work, T)
+    S = first_state(states, segment, work, HV, 0, R, T)
+    if T.split == "tails":
+        for n in range(first):
+            S = advance(S, ring, n, 0, True, T)
+            if n % 2 == 1:
+                mbarrier.arrive(ring.empty.index(n // 2), count=1)
+        if work.steps > 0:
+            gl.store(known_ptr + work.head * NS + segment, known)
+        if states.entry_ptr is not None and work.steps > 0:
+            store_entry(states, S, segment, work, HV, 0, T)
+        stop = gl.where(known != 0, stop, first)
+    o = gl.zeros([R, 16], out.tile.dtype, L16)
+    for n in range(first, stop):
+        b = n % blocks
+        if n % 4 == 0:
+            mbarrier.wait(ring.ready.index(b // 4), (n // blocks) & 1)
+        XO = start_read(ring, b, S)
+        v = load_values(ring, b, 0, R)
+        read = ring.read.index(b).load(L16)
+        if n > first:
+            store_rows(out, (o,), work.start + 16 * (n - 1), n & 1, work, HV, T)
+        XO = warpgroup_mma_wait(0, deps=(XO,))
+        RO, O = start_solve(ring, b, XO, v, read)
+        decay = ring.decay.index(b).load(L)
+        write = ring.write.index(b).load(L16)
+        if T.kg:
+            S = S * decay
+        RO = warpgroup_mma_wait(0, deps=(RO,))
+        S, Oz = start_update(ring, b, RO, S)
+        o = ((O + Oz) * write).to(out.tile.dtype)
+        S = warpgroup_mma_wait(0, deps=(S,))
+        if not T.kg:
+            S = S * decay
+        if n % 2 == 1:
+            mbarrier.arrive(ring.empty.index(b // 2), count=1)
+    if stop > first:
+        store_rows(out, (o,), work.start + 16 * (stop - 1), stop & 1, work, HV, T)
+    if T.split == "tails":
+        drain(ring, work, stop // 2, T)
+    tma.store_wait(0)
+    last_state(states, S, work, HV, 0, T)
+
+
+@gluon.jit
+def scan_two_rows(ring, out, states, known_ptr, work, segment, HV, NS, T: gl.constexpr):
+    """128 rows of V as two chains of products that fill each other's waits"""
+    K: gl.constexpr = T.K
+    L: gl.constexpr = group_layout(K, gl.num_warps())
+    L16: gl.constexpr = group_layout(16, gl.num_warps())
+    blocks: gl.constexpr = 4 * T.groups
+    first = 2 * work.tail
+    stop = (work.end - work.start + 15) // 16 * (work.steps > 0).to(gl.int32)
+    if T.split == "tails":
+        known = forgets(ring, work, T)
+    S0 = first_state(states, segment, work, HV, 0, 64, T)
+    S1 = first_state(states, segment, work, HV, 64, 64, T)
+    if T.split == "tails":
+        for n in range(first):
+            S0 = advance(S0, ring, n, 0, True, T)
+            S1 = advance(S1, ring, n, 64, True, T)
+            if n % 2 == 1:
+                mbarrier.arrive(ring.empty.index(n // 2), count=1)
+        if work.steps > 0:
+            gl.store(known_ptr + work.head * NS + segment, known)
+        if states.entry_ptr is not None and work.steps > 0:
+            store_entry(states, S0, segment, work, HV, 0, T)
+            store_entry(states, S1, segment, work, HV, 64, T)
+        stop = gl.where(known != 0, stop, first)
+    o0 = gl.zeros([64, 16], out.tile.dtype, L16)
+    o1 = o0
+    for n in range(first, stop):
+        b = n % blocks
+        if n % 4 == 0:
+            mbarrier.wait(ring.ready.index(b // 4), (n // blocks) & 1)
+        XO0 = start_read(ring, b, S0)
+        v = load_values(ring, b, 0, 64)
+        read = ring.read.index(b).load(L16)
+        if n > first:
+            store_rows(out, (o0, o1), work.start + 16 * (n - 1), n & 1, work, HV, T)
+        XO0 = warpgroup_mma_wait(0, deps=(XO0,))
+        RO0, O0 = start_solve(ring, b, XO0, v, read)
+        XO1 = start_read(ring, b, S1)
+        v = load_values(ring, b, 1, 64)
+        decay = ring.decay.index(b)
+        if T.kg:
+            S0 = S0 * decay.load(L)
+        RO0 = warpgroup_mma_wait(1, deps=(RO0,))
+        S0, Oz0 = start_update(ring, b, RO0, S0)
+        write = ring.write.index(b).load(L16)
+        o0 = ((O0 + Oz0) * write).to(out.tile.dtype)
+        XO1 = warpgroup_mma_wait(1, deps=(XO1,))
+        RO1, O1 = start_solve(ring, b, XO1, v, read)
+        S0 = warpgroup_mma_wait(1, deps=(S0,))
+        if T.kg:
+            S1 = S1 * decay.load(L)
+        else:
+            S0 = S0 * decay.load(L)
+        RO1 = warpgroup_mma_wait(0, deps=(RO1,))
+        S1, Oz1 = start_update(ring, b, RO1, S1)
+        o1 = ((O1 + Oz1) * write).to(out.tile.dtype)
+        S1 = warpgroup_mma_wait(0, deps=(S1,))
+        if not T.kg:
+            S1 = S1 * decay.load(L)
+        if n % 2 == 1:
+            mbarrier.arrive(ring.empty.index(b // 2), count=1)
+    if stop > first:
+        store_rows(out, (o0, o1), work.start + 16 * (stop - 1), stop & 1, work, HV, T)
+    if T.split == "tails":
+        drain(ring, work, stop // 2, T)
+    tma.store_wait(0)
+    last_state(states, S0, work, HV, 0, T)
+    last_state(states, S1, work, HV, 64, T)
 
 
 @gluon.jit
 def forward_scan(ring, out, states, known_ptr, work, segment, HV, NS, T: gl.constexpr):
-    warps: gl.constexpr = gl.num_warps()
-    K: gl.constexpr = T.K
-    L: gl.constexpr = group_layout(K, warps)
-    L16: gl.constexpr = group_layout(16, warps)
-    L32: gl.constexpr = group_layout(32, warps)
-    R: gl.constexpr = T.R
-    slots: gl.constexpr = T.slots
-    dtype: gl.constexpr = ring.kq.dtype
-    per_slot: gl.constexpr = ring.g.dtype.primitive_bitwidth // 16
-    first = work.tail
-    stop = work.steps
-    if T.split == "tails":
-        S, small = tail_state(ring, states, known_ptr, work, segment, HV, NS, T)
-        stop = gl.where(small != 0, stop, first)
+    if T.R == 64:
+        scan_rows(ring, out, states, known_ptr, work, segment, HV, NS, T)
     else:
-        S = first_state(states, segment, work, HV, T)
-    for it in range(first, stop):
-        slot = it % slots
-        phase = (it // slots) & 1
-        mbarrier.wait(ring.full.index(slot), phase)
-        mbarrier.wait(ring.ready.index(slot), phase)
-        for c in gl.static_range(2):
-            kd = ring.kq.index(slot).slice(32 * c, 32, dim=0)
-            ki = ring.ki.index(slot * per_slot).slice(16 * c, 16, dim=0)
-            tz = ring.tz.index(slot).slice(32 * c, 32, dim=0)
-            decay = ring.decay.index(slot).slice(c, 1, dim=0)
-            SA = gl.convert_layout(S.to(dtype), gl.DotOperandLayout(0, L32, 2))
-            XO = warpgroup_mma(SA, kd.permute((1, 0)), gl.zeros([R, 32], gl.float32, L32), use_acc=False, is_async=True)
-            XO = warpgroup_mma_wait(0, deps=(XO,))
-            X, O = gl.split(XO.reshape([R, 2, 16]).permute((0, 2, 1)))
-            X = gl.convert_layout(X, L16)
-            O = gl.convert_layout(O, L16)
-            v = to_f32(ring.v.index(slot).slice(16 * c, 16, dim=0).permute((1, 0)).load(L16))
-            D = (v + X * ring.rows.index(slot).slice(2 * c, 1, dim=0).load(L16)).to(dtype)
-            D = gl.convert_layout(D, gl.DotOperandLayout(0, L32, 2))
-            RO = warpgroup_mma(D, tz.permute((1, 0)), gl.zeros([R, 32], gl.float32, L32), use_acc=False, is_async=True)
-            if T.kg:
-                S = S * decay.load(L)
-            RO = warpgroup_mma_wait(0, deps=(RO,))
-            Rt, Oz = gl.split(RO.reshape([R, 2, 16]).permute((0, 2, 1)))
-            Rt = gl.convert_layout(gl.convert_layout(Rt, L16).to(dtype), gl.DotOperandLayout(0, L, 2))
-            S = warpgroup_mma(Rt, ki, S, is_async=True)
-            o = (O + gl.convert_layout(Oz, L16)) * ring.rows.index(slot).slice(2 * c + 1, 1, dim=0).load(L16)
-            store_rows(out, o.to(out.tile.dtype), work.start + it * 32 + 16 * c, c, work, HV, T)
-            S = warpgroup_mma_wait(0, deps=(S,))
-            if not T.kg:
-                S = S * decay.load(L)
-        mbarrier.arrive(ring.empty.index(slot), count=1)
-    if T.split == "tails":
-        for it in range(stop, work.steps):  # what is in flight must land before the block ends
-            slot = it % slots
-            mbarrier.wait(ring.ready.index(slot), (it // slots) & 1)
-            mbarrier.arrive(ring.empty.index(slot), count=1)
-    tma.store_wait(0)
-    last_state(states, S, work, HV, T)
+        scan_two_rows(ring, out, states, known_ptr, work, segment, HV, NS, T)
 
 
 @gluon.jit
@@ -231,53 +354,50 @@ def summary_scan(ring, states, sink, work, segment, HV, NS, T: gl.constexpr):
     """State only, as two interleaved chains: b (rows of V, from 0 or initial_state) and M (K rows, from the identity, without values):
     these steps turn an entry state E into E M + b. Writes (b, M), or for a tail the next segment's entry state b and if it is known."""
     K: gl.constexpr = T.K
-    slots: gl.constexpr = T.slots
+    blocks: gl.constexpr = 4 * T.groups
     L: gl.constexpr = group_layout(K, gl.num_warps())
     L16: gl.constexpr = group_layout(16, gl.num_warps())
     DS: gl.constexpr = gl.DotOperandLayout(0, L, 2)
     D16: gl.constexpr = gl.DotOperandLayout(0, L16, 2)
     dtype: gl.constexpr = ring.kq.dtype
-    per_slot: gl.constexpr = ring.g.dtype.primitive_bitwidth // 16
     row = gl.arange(0, K, layout=gl.SliceLayout(1, L))[:, None]
     col = gl.arange(0, K, layout=gl.SliceLayout(0, L))[None, :]
-    B = first_state(states, segment, work, HV, T)
+    B = first_state(states, segment, work, HV, 0, K, T)
     M = gl.where(row == col, 1.0, gl.zeros([K, K], gl.float32, L))
     zero = gl.zeros([K, 16], gl.float32, L16)
-    for it in range(work.steps):
-        slot = it % slots
-        phase = (it // slots) & 1
-        mbarrier.wait(ring.full.index(slot), phase)
-        mbarrier.wait(ring.ready.index(slot), phase)
-        for c in gl.static_range(2):
-            kd = ring.kq.index(slot).slice(32 * c, 16, dim=0).permute((1, 0))
-            ki = ring.ki.index(slot * per_slot).slice(16 * c, 16, dim=0)
-            t0 = ring.tz.index(slot).slice(32 * c, 16, dim=0).permute((1, 0))
-            decay = ring.decay.index(slot).slice(c, 1, dim=0)
-            read = ring.rows.index(slot).slice(2 * c, 1, dim=0).load(L16)
-            XB = warpgroup_mma(gl.convert_layout(B.to(dtype), D16), kd, zero, use_acc=False, is_async=True)
-            v = to_f32(ring.v.index(slot).slice(16 * c, 16, dim=0).permute((1, 0)).load(L16))
-            XB = warpgroup_mma_wait(0, deps=(XB,))
-            DB = gl.convert_layout((v + XB * read).to(dtype), D16)
-            RB = warpgroup_mma(DB, t0, zero, use_acc=False, is_async=True)
-            XM = warpgroup_mma(gl.convert_layout(M.to(dtype), D16), kd, zero, use_acc=False, is_async=True)
-            RB = warpgroup_mma_wait(1, deps=(RB,))
-            if T.kg:
-                B = B * decay.load(L)
-            B = warpgroup_mma(gl.convert_layout(RB.to(dtype), DS), ki, B, is_async=True)
-            XM = warpgroup_mma_wait(1, deps=(XM,))
-            DM = gl.convert_layout((XM * read).to(dtype), D16)
-            RM = warpgroup_mma(DM, t0, zero, use_acc=False, is_async=True)
-            B = warpgroup_mma_wait(1, deps=(B,))
-            if not T.kg:
-                B = B * decay.load(L)
-            RM = warpgroup_mma_wait(0, deps=(RM,))
-            if T.kg:
-                M = M * decay.load(L)
-            M = warpgroup_mma(gl.convert_layout(RM.to(dtype), DS), ki, M, is_async=True)
-            M = warpgroup_mma_wait(0, deps=(M,))
-            if not T.kg:
-                M = M * decay.load(L)
-        mbarrier.arrive(ring.empty.index(slot), count=1)
+    for n in range((work.end - work.start + 15) // 16 * (work.steps > 0).to(gl.int32)):
+        b = n % blocks
+        mbarrier.wait(ring.ready.index(b // 4), (n // blocks) & 1)
+        kd = ring.kq.index(b).slice(0, 16, dim=0).permute((1, 0))
+        ki = ki_tile(ring, b)
+        t0 = ring.tz.index(b).slice(0, 16, dim=0).permute((1, 0))
+        decay = ring.decay.index(b)
+        read = ring.read.index(b).load(L16)
+        XB = warpgroup_mma(gl.convert_layout(B.to(dtype), D16), kd, zero, use_acc=False, is_async=True)
+        v = to_f32(ring.v.index(b).permute((1, 0)).load(L16))
+        XB = warpgroup_mma_wait(0, deps=(XB,))
+        DB = gl.convert_layout((v + XB * read).to(dtype), D16)
+        RB = warpgroup_mma(DB, t0, zero, use_acc=False, is_async=True)
+        XM = warpgroup_mma(gl.convert_layout(M.to(dtype), D16), kd, zero, use_acc=False, is_async=True)
+        RB = warpgroup_mma_wait(1, deps=(RB,))
+        if T.kg:
+            B = B * decay.load(L)
+        B = warpgroup_mma(gl.convert_layout(RB.to(dtype), DS), ki, B, is_async=True)
+        XM = warpgroup_mma_wait(1, deps=(XM,))
+        DM = gl.convert_layout((XM * read).to(dtype), D16)
+        RM = warpgroup_mma(DM, t0, zero, use_acc=False, is_async=True)
+        B = warpgroup_mma_wait(1, deps=(B,))
+        if not T.kg:
+            B = B * decay.load(L)
+        RM = warpgroup_mma_wait(0, deps=(RM,))
+        if T.kg:
+            M = M * decay.load(L)
+        M = warpgroup_mma(gl.convert_layout(RM.to(dtype), DS), ki, M, is_async=True)
+        M = warpgroup_mma_wait(0, deps=(M,))
+        if not T.kg:
+            M = M * decay.load(L)
+        if n % 2 == 1:
+            mbarrier.arrive(ring.empty.index(b // 2), count=1)
     if work.steps > 0:
         at = segment.to(gl.int64) * HV + work.head
         if sink.tail > 0:

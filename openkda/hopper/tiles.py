@@ -7,6 +7,7 @@ from typing import NamedTuple
 from openkda.hopper.compat import gl, gluon, mbarrier
 
 LOG2E = gl.constexpr(1.4426950408889634)
+WIDTH = gl.constexpr(64)  # channels that a warp turns at a time: two a thread, which suits the matrix loads and stores of shared memory
 
 
 @gluon.jit
@@ -59,6 +60,35 @@ def outward(k, q, e):
 
 
 @gluon.jit
+def outward_rows(k, q, e, w):
+    """(k 2^e, q 2^e, k 2^-e, k 2^-e w) of bf16 tiles, as scaled_exp2; w may be denormal"""
+    code: gl.constexpr = """{ .reg .b32 a, b, s, t; shl.b32 a, $4, 16; and.b32 b, $4, 0xffff0000;
+        neg.f32 s, $6; neg.f32 t, $7; ex2.approx.ftz.f32 s, s; ex2.approx.ftz.f32 t, t; mul.f32 s, s, a; mul.f32 t, t, b;
+        cvt.rn.bf16x2.f32 $2, t, s; mul.f32 s, s, $8; mul.f32 t, t, $9; cvt.rn.bf16x2.f32 $3, t, s;
+        ex2.approx.ftz.f32 s, $6; ex2.approx.ftz.f32 t, $7; mul.f32 a, a, s; mul.f32 b, b, t; cvt.rn.bf16x2.f32 $0, b, a;
+        shl.b32 a, $5, 16; and.b32 b, $5, 0xffff0000; mul.f32 a, a, s; mul.f32 b, b, t; cvt.rn.bf16x2.f32 $1, b, a; }"""
+    types: gl.constexpr = (gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16)
+    return gl.inline_asm_elementwise(code, "=&r,=&r,=&r,=&r,r,r,r,r,r,r", [k, q, e, w], dtype=types, is_pure=True, pack=2)
+
+
+@gluon.jit
+def outward_key(k, e, w):
+    """(k 2^e, k 2^-e, k 2^-e w) of a bf16 tile, likewise"""
+    code: gl.constexpr = """{ .reg .b32 a, b, s, t; shl.b32 a, $3, 16; and.b32 b, $3, 0xffff0000;
+        neg.f32 s, $4; neg.f32 t, $5; ex2.approx.ftz.f32 s, s; ex2.approx.ftz.f32 t, t; mul.f32 s, s, a; mul.f32 t, t, b;
+        cvt.rn.bf16x2.f32 $1, t, s; mul.f32 s, s, $6; mul.f32 t, t, $7; cvt.rn.bf16x2.f32 $2, t, s;
+        ex2.approx.ftz.f32 s, $4; ex2.approx.ftz.f32 t, $5; mul.f32 a, a, s; mul.f32 b, b, t; cvt.rn.bf16x2.f32 $0, b, a; }"""
+    types: gl.constexpr = (gl.bfloat16, gl.bfloat16, gl.bfloat16)
+    return gl.inline_asm_elementwise(code, "=&r,=&r,=&r,r,r,r,r,r", [k, e, w], dtype=types, is_pure=True, pack=2)
+
+
+@gluon.jit
+def ex2_denormal(x):
+    """2^x down to 2^-149"""
+    return gl.inline_asm_elementwise("ex2.approx.f32 $0, $1;", "=r,r", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
 def shifted(x, a, b):
     """x a b, bf16 throughout: exact for powers of two a and b"""
     code: gl.constexpr = "{ .reg .b32 t; mul.rn.bf16x2 t, $1, $2; mul.rn.bf16x2 $0, t, $3; }"
@@ -72,11 +102,10 @@ def floor(x):
 
 @gluon.jit
 def softplus2(x):
-    """log2(1 + 2^x) = max(x, 0) + e P(e), e = 2^-|x|. P, of degree 6, has relative error 1.4e-6, however small e is."""
+    """log2(1 + 2^x) = max(x, 0) + e P(e), e = 2^-|x|. P, of degree 5, has relative error 8.5e-6, however small e is."""
     code: gl.constexpr = """{ .reg .f32 e, s, m; abs.f32 e, $1; neg.f32 e, e; ex2.approx.ftz.f32 e, e;
-        fma.rn.f32 s, e, 0f3CA72064, 0fBDC43183; fma.rn.f32 s, s, e, 0f3E5C738F; fma.rn.f32 s, s, e, 0fBEAD9D14;
-        fma.rn.f32 s, s, e, 0f3EF490F3; fma.rn.f32 s, s, e, 0fBF389DE8; fma.rn.f32 s, s, e, 0f3FB8AA2C;
-        max.f32 m, $1, 0f00000000; fma.rn.f32 $0, s, e, m; }"""
+        fma.rn.f32 s, e, 0fBD0D0CAB, 0f3E1589A6; fma.rn.f32 s, s, e, 0fBE9B2790; fma.rn.f32 s, s, e, 0f3EF03796;
+        fma.rn.f32 s, s, e, 0fBF386DD9; fma.rn.f32 s, s, e, 0f3FB8A9D5; max.f32 m, $1, 0f00000000; fma.rn.f32 $0, s, e, m; }"""
     return gl.inline_asm_elementwise(code, "=r,r", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
@@ -91,20 +120,14 @@ def last(a, b):
 
 
 @gluon.constexpr_function
-def channel_layout(K):
-    """[2, 16, K]: a thread holds the 16 tokens of a block for K/64 channels, so sums over tokens need no exchange"""
-    return gl.BlockedLayout([1, 16, K // 64], [1, 1, 32], [2, 1, 2], [2, 1, 0])
-
-
-@gluon.constexpr_function
-def half_layout(K):
-    """[2, 8, K]: 8 tokens of each block, otherwise as channel_layout"""
-    return gl.BlockedLayout([1, 8, K // 64], [1, 1, 32], [2, 1, 2], [2, 1, 0])
+def channel_layout(K, rows):
+    """[4, rows, K]: a warp holds a block, a thread `rows` tokens of K/32 channels, so sums over tokens need no exchange"""
+    return gl.BlockedLayout([1, rows, K // 32], [1, 1, 32], [4, 1, 1], [2, 1, 0])
 
 
 @gluon.constexpr_function
 def block_layout():
-    """[4, 16, 16] accumulators, one 16x16 block per warp: (k rows, q rows) of the first and of the second block"""
+    """[4, 16, 16] accumulators, one block per warp"""
     return gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[4, 1, 1], instr_shape=[1, 16, 8])
 
 
@@ -115,13 +138,33 @@ def group_layout(n, warps):
 
 
 @gluon.constexpr_function
-def shared_layout(bits):
-    return gl.NVMMASharedLayout(128, bits, 2)
+def tile_layout(bits, swizzle=128):
+    """A tile as the copy engine and the warpgroup unit know it: rows of `swizzle` bytes"""
+    return gl.NVMMASharedLayout(swizzle, bits, 2)
 
 
 @gluon.constexpr_function
-def plain_shared():
-    return gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+def stack_layout(rows, columns, bits, swizzle=128):
+    """[4, rows, columns]: four tiles of `tile_layout` one after another"""
+    vec = 128 // bits
+    chunks = swizzle // 16
+    bases = [[0, 0, 1 << i] for i in range(vec.bit_length() - 1)]
+    bases += [[0, 0, vec << i] for i in range(chunks.bit_length() - 1)]
+    r = 1
+    while r < rows:
+        turn = r * chunks // 8 if r < 8 else 0  # which 16-byte chunk comes first turns with the row
+        bases += [[0, r, vec * turn]]
+        r *= 2
+    c = vec * chunks
+    while c < columns:
+        bases += [[0, 0, c]]
+        c *= 2
+    return gl.SharedLinearLayout([*bases, [1, 0, 0], [2, 0, 0]], [], 1024)
+
+
+@gluon.constexpr_function
+def plain_shared(rank):
+    return gl.SwizzledSharedLayout(1, 1, 1, list(range(rank))[::-1])
 
 
 class Source(NamedTuple):
@@ -129,8 +172,8 @@ class Source(NamedTuple):
 
     q: object  # tensor descriptors over [B*T, H*K], boxes of 16 rows; q is k's where no output is asked
     k: object
-    v: object  # [B*T, HV*V], boxes of 32 rows x R
-    g: object  # [B*T, HV*K], boxes of 32 rows
+    v: object  # [B*T, HV*V], boxes of 16 rows x R
+    g: object  # [B*T, HV*K], boxes of 16 rows
     beta_ptr: object  # [B*T, HV]
     A_log_ptr: object  # [HV] fp32 or None
     dt_bias_ptr: object  # [HV, K] fp32 or None
@@ -156,41 +199,44 @@ class Work(NamedTuple):
 
 
 class Ring(NamedTuple):
-    """Shared memory: `slots` steps of 32 tokens in flight, and their barriers"""
+    """Shared memory: `groups` groups of 4 blocks of 16 tokens in flight, block by block, and their barriers"""
 
-    kq: object  # [slots, 64, K] raw (k0, q0, k1, q1), then decayed (kd0, qd0, kd1, qd1)
-    g: object  # [slots, 32, K] raw gate
-    ki: object  # [slots * (gate bytes / 2), 32, K], the bytes of g in kq's dtype: k / exp(G), or kg
-    v: object  # [slots, 32, R]
-    tz: object  # [slots, 64, 16] (T0, Z0 T0, T1, Z1 T1)
-    decay: object  # [slots, 2, K] fp32 exp(G_C)
-    rows: object  # [slots, 4, 16] fp32 row scales (-rk, scale * rq) of the two blocks
-    full: object  # barriers: raw tiles have landed
-    ready: object  # the step is prepared
-    empty: object  # the scan is done with the slot
+    kq: object  # [4 groups, 32, K] raw (k, q), then decayed (kd, qd)
+    g: object  # [4 groups, 16, K] raw gate
+    ki: object  # [4 groups, 16, K], or the first of twice as many rows: k / exp(G) or kg, in the bytes of g
+    v: object  # [4 groups, 16, R]
+    tz: object  # [4 groups, 32, 16] (T0, Z T0)
+    decay: object  # [4 groups, 1, K] fp32 exp(G_C)
+    read: object  # [4 groups, 1, 16] fp32 -r_k
+    write: object  # [4 groups, 1, 16] fp32 scale r_q
+    full: object  # [groups] barriers: the raw tiles have landed, requested two blocks at a time
+    ready: object  # [groups] the group is prepared
+    empty: object  # [2 groups] the scan is done with two blocks
 
 
 @gluon.jit
 def make_ring(src, T: gl.constexpr):
     K: gl.constexpr = T.K
     R: gl.constexpr = T.R
-    slots: gl.constexpr = T.slots
+    groups: gl.constexpr = T.groups
+    blocks: gl.constexpr = 4 * T.groups
     dtype: gl.constexpr = src.k.dtype
     g_dtype: gl.constexpr = src.g.dtype
     g_bits: gl.constexpr = src.g.dtype.primitive_bitwidth
-    per_slot: gl.constexpr = g_bits // 16
-    kq = gl.allocate_shared_memory(dtype, [slots, 64, K], shared_layout(16))
-    g = gl.allocate_shared_memory(g_dtype, [slots, 32, K], shared_layout(g_bits))
-    ki = g._reinterpret(dtype, [slots * per_slot, 32, K], shared_layout(16))
-    v = gl.allocate_shared_memory(dtype, [slots, 32, R], shared_layout(16))
-    tz = gl.allocate_shared_memory(dtype, [slots, 64, 16], gl.NVMMASharedLayout(32, 16, 2))
-    decay = gl.allocate_shared_memory(gl.float32, [slots, 2, K], plain_shared())
-    rows = gl.allocate_shared_memory(gl.float32, [slots, 4, 16], plain_shared())
-    full = gl.allocate_shared_memory(gl.int64, [slots, 1], mbarrier.MBarrierLayout())
-    ready = gl.allocate_shared_memory(gl.int64, [slots, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [slots, 1], mbarrier.MBarrierLayout())
-    for s in gl.static_range(slots):
-        mbarrier.init(full.index(s), count=1)
-        mbarrier.init(ready.index(s), count=1)
+    kq = gl.allocate_shared_memory(dtype, [blocks, 32, K], tile_layout(16))
+    g = gl.allocate_shared_memory(g_dtype, [blocks, 16, K], tile_layout(g_bits))
+    ki = g._reinterpret(dtype, [blocks, g_bits, K], tile_layout(16))
+    v = gl.allocate_shared_memory(dtype, [blocks, 16, R], tile_layout(16))
+    tz = gl.allocate_shared_memory(dtype, [blocks, 32, 16], tile_layout(16, 32))
+    decay = gl.allocate_shared_memory(gl.float32, [blocks, 1, K], plain_shared(2))
+    read = gl.allocate_shared_memory(gl.float32, [blocks, 1, 16], plain_shared(2))
+    write = gl.allocate_shared_memory(gl.float32, [blocks, 1, 16], plain_shared(2))
+    full = gl.allocate_shared_memory(gl.int64, [groups, 1], mbarrier.MBarrierLayout())
+    ready = gl.allocate_shared_memory(gl.int64, [groups, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [2 * groups, 1], mbarrier.MBarrierLayout())
+    for s in gl.static_range(2 * groups):
         mbarrier.init(empty.index(s), count=1)
-    return Ring(kq, g, ki, v, tz, decay, rows, full, ready, empty)
+    for s in gl.static_range(groups):
+        mbarrier.init(full.index(s), count=2)
+        mbarrier.init(ready.index(s), count=1)
+    return Ring(kq, g, ki, v, tz, decay, read, write, full, ready, empty)
