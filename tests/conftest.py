@@ -20,7 +20,8 @@ def spread(items, count):
     files = {}
     for item in items:
         files.setdefault(item.path, []).append(item)
-    return [item for tests in files.values() for item in tests[:: -max(1, len(tests) // count)]]
+    odd = lambda n: n + 1 - n % 2  # two backends in turn are both met
+    return [item for tests in files.values() for item in tests[:: -odd(len(tests) // count)]]
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m looks at markers
