@@ -66,6 +66,8 @@ def base_tiles(problem: Problem, shape: dict, **changes: object) -> Tiles:
         beta="given" if not p.beta_sigmoid else "twice" if p.neg_eigval else "sigmoid",
         form=form, kg=form != "product",
     )  # fmt: skip
+    if form == "halves" and changes.get("outputs", True):
+        shape = {**shape, "prep_regs": shape["prep_regs"] + 8}  # all that the scan can spare; the state pass has nothing to spare
     tiles = Tiles(**{**fields, **shape, **changes})
     per_group = group_bytes(tiles, p.gate_dtype.itemsize)
     return replace(tiles, groups=min(tiles.groups, (SHARED_BYTES - 2 * BLOCK * tiles.R * 2 - RESERVED_BYTES) // per_group))

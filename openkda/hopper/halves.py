@@ -91,23 +91,25 @@ def load_half(kq, h: gl.constexpr, c: gl.constexpr, T: gl.constexpr):
 
 
 @gluon.jit
-def store_half(kq, h: gl.constexpr, c: gl.constexpr, k, q, T: gl.constexpr):
-    if T.outputs:
-        both = gl.join(k, q).permute((0, 3, 1, 2))
-        kq.reshape([4, 2, 16, T.K]).slice(8 * h, 8, dim=2).slice(WIDTH * c, WIDTH, dim=3).store(both)
+def store_half(kq, h: gl.constexpr, c: gl.constexpr, k, q, both: gl.constexpr, T: gl.constexpr):
+    """The same back: k, and q where `both`, in one store, as two would have a barrier between them"""
+    if both:
+        rows = gl.join(k, q).permute((0, 3, 1, 2))
+        kq.reshape([4, 2, 16, T.K]).slice(8 * h, 8, dim=2).slice(WIDTH * c, WIDTH, dim=3).store(rows)
     else:
         kq.slice(8 * h, 8, dim=1).slice(WIDTH * c, WIDTH, dim=2).store(k)
 
 
 @gluon.jit
 def make_half(kq, ki, h: gl.constexpr, c: gl.constexpr, k, q, e, w, T: gl.constexpr):
-    """Rows k, q times 2^e and columns k 2^-e of half h, slice c, over the raw rows. Returns kg = k 2^-e w."""
+    """Rows k, q times 2^e and columns k 2^-e of half h, slice c, over the raw rows. Returns kg = k 2^-e w; without outputs kg waits in
+    q's place, not in registers."""
     if T.outputs:
         k, q, columns, kg = outward_rows(k, q, e, w)
     else:
         k, columns, kg = outward_key(k, e, w)
-        q = k
-    store_half(kq, h, c, k, q, T)
+        q = kg
+    store_half(kq, h, c, k, q, True, T)
     ki.slice(8 * h, 8, dim=1).slice(WIDTH * c, WIDTH, dim=2).store(columns)
     return kg
 
@@ -186,12 +188,16 @@ def half_tiles(kq, g, ki, decay, consts, T: gl.constexpr):
     k0, q0 = far_rows(kq, 0, n0, T)
     if T.K > WIDTH:
         k1, q1 = far_rows(kq, 1, n1, T)
-        store_half(kq, 1, 1, k1, q1, T)
-    store_half(kq, 1, 0, k0, q0, T)
+        store_half(kq, 1, 1, k1, q1, T.outputs, T)
+    store_half(kq, 1, 0, k0, q0, T.outputs, T)
     kk, qk = scores_across(kq, ki, kk, qk, T)
-    ki.slice(0, 8, dim=1).slice(0, WIDTH, dim=2).store(kg00)
-    ki.slice(8, 8, dim=1).slice(0, WIDTH, dim=2).store(kg01)
-    if T.K > WIDTH:
-        ki.slice(0, 8, dim=1).slice(WIDTH, WIDTH, dim=2).store(kg10)
-        ki.slice(8, 8, dim=1).slice(WIDTH, WIDTH, dim=2).store(kg11)
+    if T.outputs:
+        ki.slice(0, 8, dim=1).slice(0, WIDTH, dim=2).store(kg00)
+        ki.slice(8, 8, dim=1).slice(0, WIDTH, dim=2).store(kg01)
+        if T.K > WIDTH:
+            ki.slice(0, 8, dim=1).slice(WIDTH, WIDTH, dim=2).store(kg10)
+            ki.slice(8, 8, dim=1).slice(WIDTH, WIDTH, dim=2).store(kg11)
+    else:
+        for h in gl.static_range(2):
+            ki.slice(8 * h, 8, dim=1).store(kq.slice(16 + 8 * h, 8, dim=1).load(channel_layout(T.K, 8)))
     return kk, qk
