@@ -1,4 +1,4 @@
-"""The Hopper backend's gradient kernels, against fp64 autograd of the recurrence. They are plain Triton, so the interpreter runs them too."""
+"""The Hopper backend's gradient kernels against fp64 autograd of the recurrence: plain Triton, so the interpreter runs them too."""
 
 import pytest
 import torch
@@ -45,7 +45,7 @@ def test_regimes(device, regime):
 
 @pytest.mark.parametrize("regime", ["random", "init", "trained"])
 def test_gate_parameters(device, regime):
-    check(small(regime, device, T=40, H=12), parameters=True)
+    check(small(regime, device, T=36, H=8), parameters=True)
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_why_not():
 
 
 # Bytes per thread. Three overlapping blocks of four warps that spill a little beat two that do not.
-SPILLS = {"prepare_chunk_kernel": 64, "chunk_gradients_kernel": 256}
+SPILLS = {"prepare_chunk_kernel": 32, "chunk_gradients_kernel": 96}
 
 
 def test_offline_compile():
@@ -170,3 +170,10 @@ def test_through_chunk_kda(device, regime):
     torch.autograd.backward(chunk_kda(**args, backend="hopper"), cotangents(case))
     for triple in gradient_triples(case, {n: args[n].grad for n in TENSORS if n != "A_log"}):
         assert_close(*triple)
+
+
+def test_the_backend_keeps_its_functions():
+    """A submodule's import sets an attribute of the package: none may take the place of what dispatch calls."""
+    import openkda.hopper.gradients  # noqa: F401
+
+    assert all(callable(getattr(hopper, name)) for name in hopper.__all__)

@@ -13,8 +13,8 @@ cancels is above e^5 times its result (portable/backward_inputs.py keeps the sta
 Sums over tokens are products with triangles of ones, the summand split into bf16 parts: they run where the accumulators already are. All
 tiles stand transposed, channels by tokens: an accumulator then is the next product's left operand.
 
-Grid (blocks of BK channels times head times chunk,), in this order: BK = 64 is the least that the matrix unit takes, and four warps a block leave room for three.
-fp32 accumulators [BK, C]: dq, dk, dG and one product.
+Grid (blocks of BK channels times head times chunk,), in this order, so that blocks which run together share rows of memory. BK = 64 is the
+least that the matrix unit takes; four warps a block leave room for three. fp32 accumulators [BK, C]: dq, dk, dG and one product.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ import torch
 import triton
 import triton.language as tl
 
-from openkda.hopper.backward_prepare import C, Prepared, bounded_sigmoid, decay_bits, exp2, gate_rate, half_span
+from openkda.hopper.backward_prepare import C, Prepared, bounded_sigmoid, decay_bits, gate_rate, half_span
 from openkda.hopper.backward_scores import ScoreGradients
+from openkda.hopper.instructions import exp2, to_bf16, to_fp32
 from openkda.plan import Plan
 from openkda.portable.backward_inputs import load_channels, store_channels
 from openkda.portable.tile import as_rows, chunk_bounds, contiguous, load_tile
@@ -46,7 +47,10 @@ def sum_tokens(x, ones, element: tl.constexpr):
 @triton.jit
 def with_bias(x, dt_bias_ptr, h, cols, K: tl.constexpr):
     """The gate as given [BK, C] plus its bias, fp32."""
-    x = x.to(tl.float32)
+    if x.dtype == tl.bfloat16:
+        x = to_fp32(x)
+    else:
+        x = x.to(tl.float32)
     if dt_bias_ptr is not None:
         x += tl.load(dt_bias_ptr + h * K + cols).to(tl.float32)[:, None]
     return x
@@ -96,7 +100,8 @@ def chunk_gradients_kernel(
     pairs_ptr += entry * (2 * C * C) + rows[:, None] * C + rows[None, :]
     dZ = tl.load(pairs_ptr)
     dA = tl.load(pairs_ptr + C * C)
-    x = load_channels(g_ptr + first * g_row + h * g_head, rows, g_row, cols, live, K, BK)
+    g_ptr += first * g_row + h * g_head
+    x = load_channels(g_ptr, rows, g_row, cols, live, K, BK)
     k = load_channels(k_ptr + first * k_row + hq * k_head, rows, k_row, cols, live, K, BK)
     q = load_channels(q_ptr + first * q_row + hq * q_head, rows, q_row, cols, live, K, BK)
     norms_ptr += entry * (2 * C) + rows
@@ -113,44 +118,45 @@ def chunk_gradients_kernel(
     up = exp2(G + shift)
     down = exp2(-G - shift)
     nk = tl.load(norms_ptr + C)
-    kf = k.to(tl.float32) * nk[None, :]
-    kx = (kf * up).to(element)
-    ky = (kf * down).to(element)
+    kf = to_fp32(k) * nk[None, :]
+    kx = to_bf16(kf * up)
+    ky = to_bf16(kf * down)
     nq = tl.load(norms_ptr)
-    qx = (q.to(tl.float32) * nq[None, :] * up).to(element)
+    qx = to_bf16(to_fp32(q) * nq[None, :] * up)
 
     # Gradients over size and the tile's factor: dq = up sum_q, dk = up read + stored + down written. 2^G = up 2^-shift.
     sum_q = tl.dot(tl.trans(S), tl.trans(do)) * (exp2(-shift) * scale * per_size)
     if not L2NORM:
         sum_q /= tl.where(live, nq, 1.0)[None, :]
     sum_q = tl.dot(ky, tl.trans(dZ), acc=sum_q)
-    dG = qx.to(tl.float32) * sum_q
+    dG = to_fp32(qx) * sum_q
     dq = up * sum_q * (nq * size)[None, :]
     if L2NORM:
-        dq -= q.to(tl.float32) * tl.load(sums_ptr + rows)[None, :]
+        dq -= to_fp32(qx) * down * tl.load(sums_ptr + rows)[None, :]
     store_channels(dq_ptr + at * K, dq, rows, HV * K, cols, live, K, BK)
 
     read = tl.dot(tl.trans(S), tl.trans(dD)) * (exp2(-shift) * -per_size)
     if not L2NORM:
         read /= tl.where(live, nk, 1.0)[None, :]
     read = tl.dot(ky, tl.trans(dA), acc=read)
-    dG += kx.to(tl.float32) * read
+    dG += to_fp32(kx) * read
     dk = up * read
     # The state's part of a key as it is written, over size: 2^(G_C - G) = down 2^(G_C + shift), at most 1, before anything else.
     stored = tl.dot(tl.trans(dS), r) * (down * exp2(last + shift)[:, None]) * per_size
     if not L2NORM:
         stored /= tl.where(live, nk, 1.0)[None, :]
     dk += stored
-    stored *= k.to(tl.float32) * nk[None, :]
+    stored *= to_fp32(ky) * up
     dG -= stored
     rho = exp2(last) * rho + tl.sum(stored, 1) * size
     written = tl.dot(kx, dA, acc=tl.dot(qx, dZ))
-    dG -= ky.to(tl.float32) * written
+    dG -= to_fp32(ky) * written
     dk = (dk + down * written) * (nk * size)[None, :]
     if L2NORM:
-        dk -= k.to(tl.float32) * tl.load(sums_ptr + C + rows)[None, :]
+        dk -= to_fp32(ky) * up * tl.load(sums_ptr + C + rows)[None, :]
     store_channels(dk_ptr + at * K, dk, rows, HV * K, cols, live, K, BK)
 
+    x = load_channels(g_ptr, rows, g_row, cols, live, K, BK)  # again: from the cache, rather than in registers all the way
     dg = sum_tokens(dG, tl.where(rows[:, None] >= rows[None, :], 1.0, 0.0).to(element), element)
     dg = tl.where(live[None, :], dg * size + rho[:, None], 0.0)
     x = with_bias(x, dt_bias_ptr, h, cols, K)

@@ -7,8 +7,8 @@ x = 2^(G + shift) and y = 2^(-G - shift) split the factor of a pair (row r, colu
 at g = -5 span 2^231, and shift, half of that, keeps both factors within 2^-116 and 2^116. Rows are normalised first, with or without an L2
 norm in the problem, so that what falls below bf16's smallest number is below 2^-10 of its row. w is negative, so that both scans only add.
 
-The inverse doubles its blocks, 1, 2, 4, 8, 16 rows: X <- X - X L_s X, where L_s holds the pairs of an odd and an even block of s rows; every
-iterate is the exact inverse of a block-diagonal part of I + L, so nothing grows.
+The inverse doubles its blocks, 1, 2, 4, 8, 16 rows: X <- X - X L_s X, where L_s holds the pairs of an odd and an even block of s rows;
+every iterate is the exact inverse of a block-diagonal part of I + L, so nothing grows.
 
 All results are tiles of one chunk and head, [NC, HV, rows, columns], contiguous and written in full: rows past the end of a sequence are
 zero. Grid (chunk times head,), heads first: blocks that run together share rows of memory. Tiles [C, K] bf16 in registers, fp32 [C, C].
@@ -21,28 +21,13 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra import libdevice
 
+from openkda.hopper.instructions import divide, exp2
 from openkda.plan import Plan
-from openkda.portable.forward import interpreted
 from openkda.portable.tile import LOG2E, as_rows, chunk_bounds, contiguous, load_beta, load_tile, nonzero_beta
 from openkda.problem import Inputs, Problem
 
 C = 32  # tokens per chunk: the span of the pair factors allows no more
-
-@triton.jit
-def plain_exp2(x):
-    return tl.exp2(x)
-
-
-@triton.jit
-def plain_divide(x, y):
-    return x / y
-
-
-# Without the instructions that save results below 2^-126, which nothing here needs: one or two instead of four. The interpreter has neither.
-exp2 = plain_exp2 if interpreted() else libdevice.exp2
-divide = plain_divide if interpreted() else libdevice.fast_dividef
 
 
 class Prepared(NamedTuple):

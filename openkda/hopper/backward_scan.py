@@ -37,11 +37,10 @@ def state_offsets(n, h, vv, kk, HV: tl.constexpr, K: tl.constexpr, V: tl.constex
 
 @triton.jit
 def forward_steps(
-    p, v_ptr, v_row, v_head, S0_ptr, h_ptr, r_ptr, first, length, chunk, count, n, h, vv,
+    T_ptr, w_ptr, kg_ptr, decay_ptr, v_ptr, v_row, v_head, S0_ptr, h_ptr, r_ptr, first, length, chunk, count, n, h, vv,
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BV: tl.constexpr, V_FIRST: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Write every chunk's entry state and r."""
-    Aqk_ptr, T_ptr, w_ptr, kg_ptr, qg_ptr, decay_ptr = p
     rows = tl.arange(0, C)
     kk = tl.arange(0, K)
     tile = rows[:, None] * K + kk[None, :]
@@ -67,11 +66,11 @@ def forward_steps(
 
 @triton.jit
 def reverse_steps(
-    p, do_ptr, do_row, do_head, dS_final_ptr, dh_ptr, dr_ptr, dS0_ptr, first, length, chunk, count, n, h, vv,
+    Aqk_ptr, w_ptr, kg_ptr, qg_ptr, decay_ptr, do_ptr, do_row, do_head, dS_final_ptr, dh_ptr, dr_ptr, dS0_ptr, first, length, chunk, count,
+    n, h, vv,
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BV: tl.constexpr, V_FIRST: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Write the gradient of every chunk's exit state, dr, and the gradient of the initial state."""
-    Aqk_ptr, T_ptr, w_ptr, kg_ptr, qg_ptr, decay_ptr = p
     rows = tl.arange(0, C)
     kk = tl.arange(0, K)
     tile = rows[:, None] * K + kk[None, :]
@@ -118,19 +117,19 @@ def scans_kernel(
     h = tl.program_id(1).to(tl.int64)
     n = tl.program_id(2).to(tl.int64)
     first, length, chunk, count = sequence_bounds(sequences_ptr, n)
-    p = (Aqk_ptr, T_ptr, w_ptr, kg_ptr, qg_ptr, decay_ptr)
     block = tl.program_id(0)
     if block < V // BV:
         vv = block * BV + tl.arange(0, BV)
         reverse_steps(
-            p, do_ptr, do_row, do_head, dS_final_ptr, dh_ptr, dr_ptr, dS0_ptr, first, length, chunk, count, n, h, vv, HV, K, V, C, BV,
-            V_FIRST, STAGES,
+            Aqk_ptr, w_ptr, kg_ptr, qg_ptr, decay_ptr, do_ptr, do_row, do_head, dS_final_ptr, dh_ptr, dr_ptr, dS0_ptr, first, length, chunk,
+            count, n, h, vv, HV, K, V, C, BV, V_FIRST, STAGES,
         )  # fmt: skip
     elif TOKENS:
         vv = (block - V // BV) * BV + tl.arange(0, BV)
         forward_steps(
-            p, v_ptr, v_row, v_head, S0_ptr, h_ptr, r_ptr, first, length, chunk, count, n, h, vv, HV, K, V, C, BV, V_FIRST, STAGES
-        )
+            T_ptr, w_ptr, kg_ptr, decay_ptr, v_ptr, v_row, v_head, S0_ptr, h_ptr, r_ptr, first, length, chunk, count, n, h, vv, HV, K, V, C,
+            BV, V_FIRST, STAGES,
+        )  # fmt: skip
 
 
 def both_scans(

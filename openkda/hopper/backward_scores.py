@@ -28,7 +28,7 @@ class ScoreGradients(NamedTuple):
     """What the channels' gradients need of a chunk."""
 
     pairs: torch.Tensor  # [NC, HV, 2, C, C] bf16: dZ, dA over size
-    sums: torch.Tensor  # [NC, HV, 3, C] fp32: q.dq / |q|^2, k.dk / |k|^2, size (in every element)
+    sums: torch.Tensor  # [NC, HV, 3, C] fp32: q.dq / |q|, k.dk / |k|, size (in every element)
 
 
 @triton.jit
@@ -107,8 +107,8 @@ def score_gradients_kernel(
     sums_ptr += entry * (3 * C) + rows
     tl.store(sums_ptr + 2 * C, size + tl.zeros([C], tl.float32))
     if L2NORM:
-        tl.store(sums_ptr, nq * nq * o_do)
-        tl.store(sums_ptr + C, nk * nk * (2.0 * beta_dbeta - tl.sum(v.to(tl.float32) * dD, 0)))
+        tl.store(sums_ptr, nq * o_do)
+        tl.store(sums_ptr + C, nk * (2.0 * beta_dbeta - tl.sum(v.to(tl.float32) * dD, 0)))
 
 
 def score_gradients(

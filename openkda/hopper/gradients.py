@@ -1,7 +1,7 @@
-"""The Hopper backward: prepare_chunks -> both scans in one launch -> chunk_gradients (docs/backward.md, "The Hopper kernels").
+"""The Hopper backward: prepare_chunks -> both scans in one launch -> score_gradients -> chunk_gradients (docs/backward.md).
 
 Plain Triton, shaped for Hopper's matrix unit: chunks of 32 tokens, states transposed. What passes through memory, per token and value head:
-w, kg, qg (K each), Aqk, T (C each), r, dr (V each) in bf16, and per chunk h and dh [V, K].
+w, kg, qg (K each), Aqk, dZ, dA (C each), T (2 C), r, dr (V each) in bf16, and per chunk h and dh [V, K].
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ def gradients(
 ) -> list[torch.Tensor | None]:  # fmt: skip
     """Gradients of q, k, v, g, beta, A_log, dt_bias, initial_state; None where `needs` is False.
 
-    Args: o [B, T, HV, V], the forward's result; do (o's shape), dfinal_state (problem.state_shape), either None for zero. Gradients come in their inputs' dtypes; sums over tokens run in fp32 in a fixed order."""
+    Args: o [B, T, HV, V], the forward's result; do (o's shape), dfinal_state (problem.state_shape), either None for zero. Gradients come
+    in their inputs' dtypes; sums over tokens run in fp32 in a fixed order."""
     do = torch.zeros_like(o) if do is None else do.to(problem.dtype)
     plan = inputs.plan(problem, C)
     tokens = any(needs[:7])
