@@ -65,6 +65,20 @@ def test_recurrent_form_without_tokens():
     assert fused_recurrent_kda(**case.args)[1].shape == (0, 2, 8, 8)
 
 
+def test_recurrent_form_writes_into_out_or_says_why_not():
+    case = make_case("random", T=9, K=8)
+    o, S = fused_recurrent_kda(**case.args)
+    out = torch.full_like(o, float("nan"))
+    o2, S2 = fused_recurrent_kda(**case.args, out=out)
+    assert o2 is out and torch.equal(o, out) and torch.equal(S, S2)
+    with pytest.raises(ValueError, match=r"out is \[1, 8, 2, 8\] torch.float32; it must be \[1, 9, 2, 8\] torch.float32"):
+        fused_recurrent_kda(**case.args, out=out[:, :8])
+    with pytest.raises(TypeError, match="out is a list"):
+        fused_recurrent_kda(**case.args, out=[0.0])
+    with pytest.raises(ValueError, match="num_accepted is given; it must be None without state_indices"):
+        fused_recurrent_kda(**case.args, num_accepted=torch.tensor([1]))
+
+
 def problem(**changes):
     case = make_case("random", T=64, H=2, K=64, dtype=BF16)
     return case.described()[0].replace(**{"device_type": "cuda", "capability": (9, 0), **changes})
