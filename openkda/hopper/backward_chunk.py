@@ -45,15 +45,12 @@ def sum_tokens(x, ones, element: tl.constexpr):
 
 
 @triton.jit
-def with_bias(x, dt_bias_ptr, h, cols, K: tl.constexpr):
-    """The gate as given [BK, C] plus its bias, fp32."""
+def with_bias(x, bias):
+    """The gate as given [BK, C] plus its bias [BK], fp32."""
     if x.dtype == tl.bfloat16:
-        x = to_fp32(x)
+        return to_fp32(x) + bias[:, None]
     else:
-        x = x.to(tl.float32)
-    if dt_bias_ptr is not None:
-        x += tl.load(dt_bias_ptr + h * K + cols).to(tl.float32)[:, None]
-    return x
+        return x.to(tl.float32) + bias[:, None]
 
 
 @triton.jit
@@ -107,23 +104,30 @@ def chunk_gradients_kernel(
     norms_ptr += entry * (2 * C) + rows
     sums_ptr += entry * (3 * C)
     size = tl.load(sums_ptr + 2 * C)
+    rate = gate_rate(A_log_ptr, h)
+    bias = tl.zeros([BK], tl.float32)
+    if dt_bias_ptr is not None:
+        bias = tl.load(dt_bias_ptr + h * K + cols).to(tl.float32)
+    nq = tl.load(norms_ptr)
+    nk = tl.load(norms_ptr + C)
     per_size = 1.0 / size
     element: tl.constexpr = h_ptr.dtype.element_ty
 
     rho = tl.sum(S.to(tl.float32) * dS.to(tl.float32), 0)
-    bits = decay_bits(with_bias(x, dt_bias_ptr, h, cols, K), gate_rate(A_log_ptr, h), lower_bound, GATE)
+    bits = decay_bits(with_bias(x, bias), rate, lower_bound, GATE)
     bits = tl.where(live[None, :], bits, 0.0)
     G = sum_tokens(bits, tl.where(rows[:, None] <= rows[None, :], 1.0, 0.0).to(element), element)
     last = tl.sum(bits, 1)
     up = exp2(G + shift)
     down = exp2(-G - shift)
-    nk = tl.load(norms_ptr + C)
     kf = to_fp32(k) * nk[None, :]
     kx = to_bf16(kf * up)
     ky = to_bf16(kf * down)
-    nq = tl.load(norms_ptr)
     qx = to_bf16(to_fp32(q) * nq[None, :] * up)
 
+    if L2NORM:
+        along_q = tl.load(sums_ptr + rows)
+        along_k = tl.load(sums_ptr + C + rows)
     # Gradients over size and the tile's factor: dq = up sum_q, dk = up read + stored + down written. 2^G = up 2^-shift.
     sum_q = tl.dot(tl.trans(S), tl.trans(do)) * (exp2(-shift) * scale * per_size)
     if not L2NORM:
@@ -132,7 +136,7 @@ def chunk_gradients_kernel(
     dG = to_fp32(qx) * sum_q
     dq = up * sum_q * (nq * size)[None, :]
     if L2NORM:
-        dq -= to_fp32(qx) * down * tl.load(sums_ptr + rows)[None, :]
+        dq -= to_fp32(qx) * down * along_q[None, :]
     store_channels(dq_ptr + at * K, dq, rows, HV * K, cols, live, K, BK)
 
     read = tl.dot(tl.trans(S), tl.trans(dD)) * (exp2(-shift) * -per_size)
@@ -149,19 +153,18 @@ def chunk_gradients_kernel(
     stored *= to_fp32(ky) * up
     dG -= stored
     rho = exp2(last) * rho + tl.sum(stored, 1) * size
+    x = load_channels(g_ptr, rows, g_row, cols, live, K, BK)  # again: from the cache, rather than in registers all the way
     written = tl.dot(kx, dA, acc=tl.dot(qx, dZ))
     dG -= to_fp32(ky) * written
     dk = (dk + down * written) * (nk * size)[None, :]
     if L2NORM:
-        dk -= to_fp32(ky) * up * tl.load(sums_ptr + C + rows)[None, :]
+        dk -= to_fp32(ky) * up * along_k[None, :]
     store_channels(dk_ptr + at * K, dk, rows, HV * K, cols, live, K, BK)
 
-    x = load_channels(g_ptr, rows, g_row, cols, live, K, BK)  # again: from the cache, rather than in registers all the way
     dg = sum_tokens(dG, tl.where(rows[:, None] >= rows[None, :], 1.0, 0.0).to(element), element)
     dg = tl.where(live[None, :], dg * size + rho[:, None], 0.0)
-    x = with_bias(x, dt_bias_ptr, h, cols, K)
+    x = with_bias(x, bias)
     if GATE == "bounded":
-        rate = gate_rate(A_log_ptr, h)
         s, rest = bounded_sigmoid(x, rate)
         dg *= s * rest * (lower_bound * rate)
     store_channels(dg_ptr + at * K, dg, rows, HV * K, cols, live, K, BK)
