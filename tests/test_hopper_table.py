@@ -30,7 +30,7 @@ def expected(lengths, target, rows):
         whole.append([n, lo, hi, lo, hi, before, count])
         lo = hi
     unused = [[-1, 0, 0, 0, 0, 0, 1]] * (rows - len(segments))
-    return segments + unused, whole
+    return segments + unused, sorted(whole, key=lambda row: row[1] - row[2])  # the longest first
 
 
 def table(cu, T, target, device):

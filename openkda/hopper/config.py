@@ -66,8 +66,8 @@ def base_tiles(problem: Problem, shape: dict, **changes: object) -> Tiles:
         beta="given" if not p.beta_sigmoid else "twice" if p.neg_eigval else "sigmoid",
         form=form, kg=form != "product",
     )  # fmt: skip
-    if form == "halves" and changes.get("outputs", True):
-        shape = {**shape, "prep_regs": shape["prep_regs"] + 8}  # all that the scan can spare; the state pass has nothing to spare
+    if form == "halves":  # all that the scan can spare; the state pass spills least between both roles' needs
+        shape = {**shape, "prep_regs": shape["prep_regs"] + 8 if changes.get("outputs", True) else 120}
     tiles = Tiles(**{**fields, **shape, **changes})
     per_group = group_bytes(tiles, p.gate_dtype.itemsize)
     return replace(tiles, groups=min(tiles.groups, (SHARED_BYTES - 2 * BLOCK * tiles.R * 2 - RESERVED_BYTES) // per_group))
@@ -88,7 +88,7 @@ SUMMARY_HEADS = 32  # rows of work up to which summaries beat running a sequence
 SHORT = 32  # steps up to which a sequence is better run unsplit than summarised
 SPLIT_STEPS = 16  # a sequence of fewer steps runs unsplit
 OWN_TAIL_STEPS = 8  # segments of up to so many steps begin with their own tail, longer ones are preceded by a pass over all tails
-TAIL = 4  # most steps of a tail: 128 tokens
+TAIL = 2  # most steps of a tail: 64 tokens
 WORKSPACE = 512 * 2**20  # bytes that entry states and summaries may take
 
 

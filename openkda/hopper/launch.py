@@ -94,10 +94,10 @@ def launches(problem: Problem, config: Config, strides: Strides, kinds: Kinds) -
             q, k, matrix(V_, BLOCK, tiles.R), g, out, Pointer(O, p.dtype), beta, A_log, dt_bias, initial, final, entry, known, table,
             HV, p.group, NS, config.tail, bound, p.scale,
         )  # fmt: skip
-        return Launch(prefill.forward_kernel, (rows, HV, V // tiles.R), args, (tiles,), tiles.scan_warps, tiles.pdl)
+        return Launch(prefill.forward_kernel, (rows * HV, V // tiles.R, 1), args, (tiles,), tiles.scan_warps, tiles.pdl)
 
     if not config.steps:
-        return [*found, forward(config.forward, split, NS)], work
+        return [*found, forward(config.forward, whole, p.N)], work
     known = Pointer(WORK, torch.int32, take(4 * NS * HV))
     state, chained = config.state, config.whole is None
     first = config.forward.split == "tails"  # the forward tries tails itself
@@ -107,7 +107,7 @@ def launches(problem: Problem, config: Config, strides: Strides, kinds: Kinds) -
     def pass_of_states(tail: int) -> Launch:
         args = (k, matrix(V_, BLOCK, V), g, beta, A_log, dt_bias, initial, entry, summary, known, split, HV, p.group, NS, tail, bound)
         # Where there are two passes, neither is a dependent launch, so that both are one compiled kernel.
-        return Launch(prefill.state_kernel, (NS, HV, 1), args, (state,), state.scan_warps, first and state.pdl)
+        return Launch(prefill.state_kernel, (NS * HV, 1, 1), args, (state,), state.scan_warps, state.pdl and (first or not chained))
 
     found.append(forward(config.forward, split, NS, entry, known) if first else pass_of_states(config.tail))
     if chained:

@@ -1,4 +1,4 @@
-"""The Hopper forward: kernels and launcher. Grid (segments, HV, V / R); a block owns one segment of one sequence, one value head and R
+"""The Hopper forward: kernels. Grid (segments x HV, V / R); a block owns one segment of one sequence, one value head and R
 rows of V, and walks its tokens in blocks of 16:
 
     default partition   scan_warps warps    the recurrence and the output (scan.py)
@@ -58,9 +58,9 @@ def forward_kernel(
     if T.pdl:
         gdc_launch_dependents()
         gdc_wait()
-    segment = gl.program_id(0)
-    head = gl.program_id(1)
-    work = locate(segments_ptr, known_ptr, segment, head, group, gl.program_id(2) * R, NS, tail, T)
+    segment = gl.program_id(0) // HV  # heads vary first: the longest sequences, first in their table, start first
+    head = gl.program_id(0) % HV
+    work = locate(segments_ptr, known_ptr, segment, head, group, gl.program_id(1) * R, NS, tail, T)
     src = Source(q_desc, k_desc, v_desc, g_desc, beta_ptr, A_log_ptr, dt_bias_ptr, HV, lower_bound, scale)
     ring = make_ring(src, T)
     columns = gl.allocate_shared_memory(gl.float32, [preps, 4, 16], plain_shared(2))
@@ -79,8 +79,8 @@ def state_kernel(
     if T.pdl:
         gdc_launch_dependents()
         gdc_wait()
-    segment = gl.program_id(0)
-    head = gl.program_id(1)
+    segment = gl.program_id(0) // HV
+    head = gl.program_id(0) % HV
     work = locate(segments_ptr, known_ptr, segment, head, group, 0, NS, tail, T)
     src = Source(k_desc, k_desc, v_desc, g_desc, beta_ptr, A_log_ptr, dt_bias_ptr, HV, lower_bound, 1.0)
     ring = make_ring(src, T)

@@ -24,7 +24,8 @@ COLUMNS = tl.constexpr(8)  # of the segment table
 
 @triton.jit(do_not_specialize=["N", "T", "target", "NS"])
 def table_kernel(cu_ptr, segments_ptr, whole_ptr, N, T, target, NS, BS: tl.constexpr):
-    """Segment tables of a ragged batch: `segments` [NS, 8] with at most `target` steps a segment, `whole` [N, 8] one segment a sequence.
+    """Segment tables of a ragged batch: `segments` [NS, 8] with at most `target` steps a segment, `whole` [N, 8] one segment a sequence,
+    by falling length.
 
     cu_ptr [N + 1] int32 or int64. Grid (ceil(max(NS, N) / BS),): a program writes BS rows of both. Each walks all sequences, one scalar
     step apiece: sums over [BS, N] comparisons took 9 us for four sequences. A fall of cu_seqlens counts as an empty sequence."""
@@ -47,7 +48,16 @@ def table_kernel(cu_ptr, segments_ptr, whole_ptr, N, T, target, NS, BS: tl.const
         whole_before, whole_count = tl.where(own, total, whole_before), tl.where(own, parts, whole_count)
         total += parts
         lo = hi
-    _store_row(whole_ptr, s, s < N, s, whole_first, whole_stop, whole_first, whole_stop, whole_before, whole_count)
+    rank = none  # of sequence s by length: long sequences come first, so that their blocks start first
+    lo = tl.minimum(tl.maximum(tl.load(cu_ptr), 0), T).to(tl.int32)
+    ahead = tl.load(cu_ptr + 1, mask=N > 0, other=0)
+    length = whole_stop - whole_first
+    for n in range(N):
+        hi = tl.maximum(tl.minimum(ahead, T).to(tl.int32), lo)
+        ahead = tl.load(cu_ptr + n + 2, mask=n + 2 <= N, other=0)
+        rank += ((hi - lo > length) | ((hi - lo == length) & (n < s))).to(tl.int32)
+        lo = hi
+    _store_row(whole_ptr, rank, s < N, s, whole_first, whole_stop, whole_first, whole_stop, whole_before, whole_count)
     steps = (stop - first + 31) // 32
     i = s - before
     begin = tl.minimum(first + 32 * (i * steps // count), stop)
