@@ -1,4 +1,4 @@
-"""The segment table of the Hopper forward: the kernel that builds it for ragged batches, against the same in Python."""
+"""The small kernels of the Hopper forward, which the interpreter runs: the segment table of ragged batches and the chain of summaries."""
 
 from itertools import pairwise
 
@@ -7,7 +7,8 @@ import torch
 
 from openkda.hopper.config import STEP
 from openkda.hopper.launch import TABLE
-from openkda.hopper.segments import table_kernel
+from openkda.hopper.segments import combine_kernel, table_kernel
+from openkda.portable.forward import interpreted
 
 BATCHES = {
     "one": (100,),
@@ -57,3 +58,33 @@ def test_a_bad_table_stays_inside(device):
     covered = sorted((a, b) for n, a, b, *_ in segments if n >= 0)
     assert all(0 <= a <= b <= 128 for a, b in covered)
     assert all(one[1] <= two[0] for one, two in pairwise(covered))
+
+
+@pytest.mark.parametrize("known", [(), (1,), (2,), (1, 3), (4,), (1, 2, 3, 4)], ids=str)
+def test_chain_of_summaries(known, device):
+    """Entry states where they are not known, from known ones and (M, b); nothing is read of segments before a known one."""
+    N, S, HV, K = 1, 5, 2, 32
+    gen = torch.Generator().manual_seed(0)
+    b, M = (torch.randn(S, HV, K, K, generator=gen) for _ in range(2))
+    M = M / K**0.5
+    entry = torch.full((S, HV, K, K), float("nan"))
+    flags = torch.zeros(HV, S, dtype=torch.int32)
+    flags[:, 0] = 1
+    for s in known:
+        flags[1, s], entry[s, 1] = 1, torch.randn(K, K, generator=gen)
+        b[s - 1, 1], M[s - 1, 1] = float("nan"), float("nan")
+    high = M.bfloat16()
+    parts = torch.stack((high, (M - high.float()).bfloat16()), 2).view(torch.float32).flatten(2)
+    summary = torch.cat((b.flatten(2), parts), 2)
+    expected = entry.double()
+    for h in range(HV):
+        state = torch.zeros(K, K, dtype=torch.float64)
+        for s in range(S - 1):
+            state = expected[s + 1, h] if flags[h, s + 1] else state @ M[s, h].double() + b[s, h].double()
+            expected[s + 1, h] = state
+    entry, flags, summary = (x.to(device) for x in (entry, flags, summary))
+    whole = torch.tensor([[0, 0, 320, 0, 320, 0, S, 0]], dtype=torch.int32, device=device)
+    assert interpreted() or device.type == "cuda"  # importing it also repairs the interpreter's bf16
+    combine_kernel[(N, HV, K // 16)](summary, entry, flags, whole, HV, S, K, K, 16, False, num_warps=4)
+    error = (entry[1:].double().cpu() - expected[1:]).norm() / expected[1:].norm()
+    assert error < 2e-5
