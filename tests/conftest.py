@@ -1,6 +1,10 @@
 """Markers by hardware, the Triton interpreter on machines without a GPU, and fresh memory filled with NaN."""
 
+import fcntl
+import gc
 import os
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -59,6 +63,16 @@ KERNELS = ["portable", pytest.param("hopper", marks=[pytest.mark.hopper, pytest.
 def backend(request):
     """Every backend in turn."""
     return request.param
+
+
+@pytest.fixture
+def much_memory():
+    """For tests that take tens of GiB of a GPU: one at a time over all workers, and the memory given back."""
+    with open(Path(tempfile.gettempdir()) / f"openkda-much-memory-{os.getuid()}", "w") as turn:
+        fcntl.flock(turn, fcntl.LOCK_EX)
+        yield
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 @pytest.fixture(autouse=True)

@@ -68,7 +68,7 @@ def large_raw_call(T: int, H: int, backend: str, device: torch.device) -> dict[s
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("T", [16224, 16384])
-def test_16_many_heads(backend, device, T):
+def test_16_many_heads(backend, device, T, much_memory):
     o, S = chunk_kda(**large_raw_call(T, 128, backend, device))
     assert o.isfinite().all() and S.isfinite().all()
 
@@ -76,7 +76,7 @@ def test_16_many_heads(backend, device, T):
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", KERNELS, indirect=True)
 @pytest.mark.parametrize("T, H", [(270336, 64), (8193, 2048)])
-def test_17_more_than_2_to_the_31_elements(backend, device, T, H):
+def test_17_more_than_2_to_the_31_elements(backend, device, T, H, much_memory):
     """The last chunk of every head equals that of the last thousand tokens alone: this gate has forgotten everything before."""
     args = large_raw_call(T, H, backend, device)
     o, S = chunk_kda(**args)
