@@ -45,17 +45,17 @@ def check_whole(case):
     assert_close("final_state", final, final64, twin[1])
 
 
-def test_a_quarter_of_a_million_tokens():
+def test_a_quarter_of_a_million_tokens(much_memory):
     check_whole(big_case("init", 2**18, H=8))
 
 
-def test_more_elements_than_31_bits_count():
+def test_more_elements_than_31_bits_count(much_memory):
     case = big_case("random", 2**18 + 33, H=64)
     assert case.args["q"].numel() > 2**31
     check_last_chunk(case, [0, 31, 63])
 
 
-def test_a_million_tokens():
+def test_a_million_tokens(much_memory):
     check_last_chunk(big_case("random", 10**6, H=8), [0, 7])
 
 
