@@ -46,13 +46,18 @@ def why_not_backward(name: str, problem: Problem) -> str | None:
     return reason(problem) if reason else f"the {name} backend has no backward kernels"
 
 
+def check_name(backend: object) -> None:
+    """ValueError for what names no backend; None is any."""
+    if backend is not None and backend not in NAMES:
+        raise fail("backend", repr(backend), "None or one of " + ", ".join(NAMES))
+
+
 def _first(reason_of: Callable[[str, Problem], str | None], problem: Problem, backend: str | None) -> str:
     if backend is None:
         # The Triton interpreter lets kernels run on a CPU when they are asked for by name; nobody wants it to be chosen.
         names = NAMES if problem.device_type == "cuda" else ("torch",)
         return next(name for name in names if reason_of(name, problem) is None)
-    if backend not in NAMES:
-        raise fail("backend", repr(backend), "None or one of " + ", ".join(NAMES))
+    check_name(backend)
     reason = reason_of(backend, problem)
     if reason is not None:
         raise ValueError(f"backend is {backend!r}, which cannot serve this call: {reason}")

@@ -6,7 +6,7 @@ import torch
 
 from openkda import backends
 from openkda.autograd import TENSORS, ChunkKDA
-from openkda.custom_ops import chunk_kda_op
+from openkda.custom_ops import check_traced, chunk_kda_op, recurrent, recurrent_kda_op
 from openkda.problem import FLOAT_DTYPES, check_gate_parameters, check_lower_bound, describe, fail, meta
 from openkda.reference import activate_gate
 from openkda.serving import recurrent_in_pool
@@ -89,11 +89,13 @@ def chunk_kda(
     if max_num_seqs is not None and isinstance(cu_seqlens, torch.Tensor) and cu_seqlens.shape[0] - 1 != max_num_seqs:
         raise fail("max_num_seqs", max_num_seqs, f"the sequence count of cu_seqlens, {cu_seqlens.shape[0] - 1}, padded by its last entry")
     if torch.compiler.is_compiling():
+        tensors = (q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu)
+        check_traced(tensors, scale, lower_bound, chunk_size, backend)
         with torch.set_grad_enabled(torch.is_grad_enabled() and not return_intermediate_states):
             o, final_state, h = chunk_kda_op(
-                q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu, scale, use_gate_in_kernel, lower_bound,
-                safe_gate, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, output_final_state,
-                return_intermediate_states, state_v_first, chunk_size, not use_graph, backend,
+                *tensors, scale, bool(use_gate_in_kernel), lower_bound, bool(safe_gate), bool(use_qk_l2norm_in_kernel),
+                bool(use_beta_sigmoid_in_kernel), bool(allow_neg_eigval), bool(output_final_state), bool(return_intermediate_states),
+                bool(state_v_first), chunk_size, not use_graph, backend,
             )  # fmt: skip
         final_state = final_state if output_final_state else None
         return (o, final_state, h) if return_intermediate_states else (o, final_state)
@@ -160,14 +162,14 @@ def fused_recurrent_kda(
             allow_neg_eigval=allow_neg_eigval, lower_bound=lower_bound, state_v_first=state_v_first, backend=backend,
         )  # fmt: skip
         return o, initial_state
-    problem, inputs = describe(
-        q, k, v, g, beta, A_log=A_log, dt_bias=dt_bias, initial_state=initial_state, cu_seqlens=cu_seqlens, cu_seqlens_cpu=cu_seqlens_cpu,
-        scale=scale, use_gate_in_kernel=use_gate_in_kernel, lower_bound=lower_bound, safe_gate=False,
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
-        allow_neg_eigval=allow_neg_eigval, output_final_state=output_final_state, return_intermediate_states=False,
-        state_v_first=state_v_first, chunk_size=64,
-    )  # fmt: skip
-    o, final_state = backends.recurrent(backends.choose_recurrent(problem, backend))(problem, inputs)
+    tensors = (q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu)
+    flags = (use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, output_final_state, state_v_first)
+    if torch.compiler.is_compiling():
+        check_traced(tensors, scale, lower_bound, 64, backend)
+        o, final_state = recurrent_kda_op(*tensors, scale, bool(use_gate_in_kernel), lower_bound, *map(bool, flags), backend)
+        final_state = final_state if output_final_state else None
+    else:
+        o, final_state = recurrent(*tensors, scale, use_gate_in_kernel, lower_bound, *flags, backend)
     if out is None:
         return o, final_state
     if not isinstance(out, torch.Tensor):

@@ -154,12 +154,17 @@ def _check_sizes(q: Meta, k: Meta, v: Meta, g: Meta, beta: Meta) -> None:
     _check_tensor("beta", beta, (B, T, HV), gate_dtypes, q.device)
 
 
+def check_number(name: str, x: object, optional: bool = True) -> None:
+    """TypeError for what is no number (a tensor would be read once on the host and then taken for a constant), nor None where optional."""
+    if isinstance(x, bool) or not (isinstance(x, (int, float)) or (x is None and optional)):
+        raise TypeError(f"{name} is a {type(x).__name__}; it must be a number{' or None' if optional else ''}")
+
+
 def check_lower_bound(lower_bound: object) -> None:
     """None or a number in [-5, 0)."""
+    check_number("lower_bound", lower_bound)
     if lower_bound is None:
         return
-    if isinstance(lower_bound, bool) or not isinstance(lower_bound, (int, float)):
-        raise TypeError(f"lower_bound is a {type(lower_bound).__name__}; it must be a number or None")
     if not -5.0 <= lower_bound < 0.0:
         raise fail("lower_bound", lower_bound, "in [-5, 0)")
 
@@ -235,6 +240,14 @@ def _build(
     )  # fmt: skip
 
 
+def check_scalars(scale: object, lower_bound: object, chunk_size: object) -> None:
+    """The types of a call's scalars, and lower_bound's range."""
+    check_number("scale", scale)
+    check_lower_bound(lower_bound)
+    if isinstance(chunk_size, bool) or not isinstance(chunk_size, int):
+        raise TypeError(f"chunk_size is {chunk_size!r}; it must be an int")
+
+
 def describe(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, *, A_log: torch.Tensor | None,
     dt_bias: torch.Tensor | None, initial_state: torch.Tensor | None, cu_seqlens: torch.Tensor | None, cu_seqlens_cpu: torch.Tensor | None,
@@ -246,11 +259,7 @@ def describe(
 
     Raises ValueError or TypeError naming the argument, its value and what is allowed. `check_lengths=False` skips reading cu_seqlens
     on the host (CUDA graphs): the kernels clamp what they read, so a bad table gives wrong values, never a wild address."""
-    if scale is not None and (isinstance(scale, bool) or not isinstance(scale, (int, float))):
-        raise TypeError(f"scale is a {type(scale).__name__}; it must be a number or None")
-    check_lower_bound(lower_bound)
-    if chunk_size is None or isinstance(chunk_size, bool) or not isinstance(chunk_size, int):
-        raise TypeError(f"chunk_size is {chunk_size!r}; it must be an int")
+    check_scalars(scale, lower_bound, chunk_size)
     if not use_gate_in_kernel:
         gate = "none"
     else:

@@ -26,8 +26,8 @@ from openkda.serving_problem import (
     check_decode,
     check_indices,
     check_like,
-    check_numbers,
     check_pool,
+    check_scalars,
     check_types,
     layout,
 )
@@ -85,7 +85,7 @@ def kda_decode(
     """
     if out is None:
         out = _empty_like(v)
-    options = (lower_bound, scale, pad_slot, verify, use_qk_l2norm_in_kernel, allow_neg_eigval, state_v_first, True, True, backend)
+    options = (lower_bound, scale, pad_slot, verify, use_qk_l2norm_in_kernel, allow_neg_eigval, state_v_first, True, True, False, backend)
     tensors = (q, k, v, gate, beta, out, A_log, dt_bias, state_pool, state_indices, num_accepted, cu_seqlens)
     _run_decode(tensors, options)
     return out
@@ -119,8 +119,8 @@ def recurrent_in_pool(
     if out is None:
         out = torch.empty_like(v)
     tensors = (q, k, v, g, beta, out, A_log, dt_bias, state_pool, state_indices, num_accepted, cu_seqlens)
-    stages = (use_qk_l2norm_in_kernel, allow_neg_eigval, state_v_first, use_gate_in_kernel, use_beta_sigmoid_in_kernel)
-    _run_decode(tensors, (lower_bound, scale, -1, False, *stages, backend))
+    flags = (use_qk_l2norm_in_kernel, allow_neg_eigval, state_v_first, use_gate_in_kernel, use_beta_sigmoid_in_kernel)
+    _run_decode(tensors, (lower_bound, scale, -1, False, *flags, True, backend))
     return out
 
 
@@ -128,7 +128,8 @@ def _run_decode(tensors: tuple[torch.Tensor | None, ...], options: tuple) -> Non
     """Straight to the kernel, or through the operator where something traces the call."""
     if type(tensors[0]) is not torch.Tensor or torch.compiler.is_compiling():
         check_types(_DECODE_TENSORS, tensors, _DECODE_TENSORS[:6])
-        torch.ops.openkda.kda_decode(*tensors, *options)
+        check_scalars(*options[:3], options[-1])
+        torch.ops.openkda.kda_decode(*tensors, *options[:3], *map(bool, options[3:-1]), options[-1])
     else:
         _decode(tensors, options)
 
@@ -136,7 +137,8 @@ def _run_decode(tensors: tuple[torch.Tensor | None, ...], options: tuple) -> Non
 def _decode(tensors: tuple[torch.Tensor | None, ...], options: tuple) -> None:
     launch = find_launch(_launches, _decode_launch, _DECODE_TENSORS, tensors, options)
     if torch.is_grad_enabled() and any(tensors[i].requires_grad for i in (0, 1, 2, 3, 4, 8)):  # q, k, v, gate, beta, state_pool
-        raise ValueError("kda_decode has no gradient; call it under torch.no_grad(), or chunk_kda for training")
+        name = "fused_recurrent_kda with states in place" if options[-2] else "kda_decode"
+        raise ValueError(f"{name} has no gradient; call it under torch.no_grad(), or chunk_kda for training")
     launch(*tensors)
 
 
@@ -194,9 +196,9 @@ def common_device(tensors: Sequence[torch.Tensor | None]) -> torch.device:
 def _decode_launch(tensors: tuple[torch.Tensor | None, ...], *options: object) -> Callable[..., None]:
     """Checks of one kind of call, and what runs it: called with the tensors of `_decode`."""
     *options, backend = options
-    check_numbers(lower_bound=options[0], scale=options[1])
+    check_scalars(*options[:3], backend)
     device = common_device(tensors)
-    problem = check_decode(*map(layout, tensors), Options(*options))
+    problem = check_decode(*map(layout, tensors), Options(*options[:3], *map(bool, options[3:])))
     if choose_backend(device, backend) == "torch":
         return partial(serving_torch.decode, problem)
     from openkda.portable.decode import decode_launch  # Triton may be absent where the torch path serves
@@ -308,8 +310,10 @@ def kda_prefill(
         if len(sequence) != len(offset):
             raise fail("checkpoints.offset's length", len(offset), f"{len(sequence)}, that of checkpoints.sequence")
     pooled = (state_pool, state_indices, has_initial_state, cu_seqlens, cu_seqlens_cpu, states, sequence, offset)
-    options = (lower_bound, scale, pad_slot, use_qk_l2norm_in_kernel, allow_neg_eigval, state_v_first, backend)
+    flags = (use_qk_l2norm_in_kernel, allow_neg_eigval, state_v_first)
+    options = (lower_bound, scale, pad_slot, *map(bool, flags), backend)
     if type(q) is not torch.Tensor or torch.compiler.is_compiling():
+        check_scalars(lower_bound, scale, pad_slot, backend)
         torch.ops.openkda.kda_prefill(q, k, v, gate, beta, out, A_log, dt_bias, *pooled, *options)
     else:
         _prefill(q, k, v, gate, beta, out, A_log, dt_bias, *pooled, *options)
@@ -418,7 +422,7 @@ _SHARED = (
 )
 _DECODE_SCHEMA = (
     _SHARED + "Tensor? num_accepted, Tensor? cu_seqlens, float? lower_bound, float? scale, int pad_slot, bool verify, bool qk_l2norm, "
-    "bool neg_eigval, bool state_v_first, bool gate_in_kernel, bool beta_sigmoid, str? backend) -> ()"
+    "bool neg_eigval, bool state_v_first, bool gate_in_kernel, bool beta_sigmoid, bool recurrent, str? backend) -> ()"
 )
 _PREFILL_SCHEMA = (
     _SHARED + "Tensor? has_initial_state, Tensor cu_seqlens, Tensor? cu_seqlens_cpu, Tensor(c!)? checkpoint_states, int[] sequence, "

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import torch
 
-from openkda.problem import FLOAT_DTYPES, MAX_HEAD_DIM, check_lower_bound, fail
+from openkda.problem import FLOAT_DTYPES, MAX_HEAD_DIM, check_lower_bound, check_number, fail
 
 STATE_DTYPES = (torch.float32, torch.bfloat16)
 INDEX_DTYPES = (torch.int32, torch.int64)
@@ -48,12 +48,14 @@ def check_types(names: Sequence[str], tensors: Sequence[object], required: Colle
             raise TypeError(f"{name} is a {type(t).__name__}; it must be a torch.Tensor")
 
 
-def check_numbers(**numbers: object) -> None:
-    """TypeError for what is no number: a tensor would be read once on the host and then taken for a constant."""
-    for name, x in numbers.items():
-        optional = name != "norm_eps"
-        if isinstance(x, bool) or not (isinstance(x, (int, float)) or (x is None and optional)):
-            raise TypeError(f"{name} is a {type(x).__name__}; it must be a number{' or None' if optional else ''}")
+def check_scalars(lower_bound: object, scale: object, pad_slot: object, backend: object) -> None:
+    """TypeError for a number or name of another type: an operator's schema would refuse it in words of its own."""
+    check_number("lower_bound", lower_bound)
+    check_number("scale", scale)
+    if isinstance(pad_slot, bool) or not isinstance(pad_slot, int):
+        raise TypeError(f"pad_slot is {pad_slot!r}; it must be an int")
+    if not (backend is None or isinstance(backend, str)):
+        raise TypeError(f"backend is a {type(backend).__name__}; it must be a str or None")
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,17 @@ class Options:
     state_v_first: bool
     gate_in_kernel: bool  # gate holds logits; else it is the natural-log decay itself
     beta_sigmoid: bool  # beta holds logits; else it is the write strength itself
+    recurrent: bool = False  # a call of fused_recurrent_kda, where the gate is `g` and the pool `initial_state`
+
+    @property
+    def gate_name(self) -> str:
+        """What the caller calls the gate."""
+        return "g" if self.recurrent else "gate"
+
+    @property
+    def pool_name(self) -> str:
+        """What the caller calls the pool."""
+        return "initial_state" if self.recurrent else "state_pool"
 
 
 @dataclass(frozen=True)
@@ -175,19 +188,19 @@ def _dense(t: Layout) -> bool:
     return True
 
 
-def check_pool(pool: Layout | None, HV: int, K: int, V: int, v_first: bool) -> None:
-    """state_pool [slots, HV, V, K] (or [slots, HV, K, V]): each slot dense, slots at any distance."""
+def check_pool(pool: Layout | None, HV: int, K: int, V: int, v_first: bool, name: str = "state_pool") -> None:
+    """The pool [slots, HV, V, K] (or [slots, HV, K, V]), which the caller calls `name`: each slot dense, slots at any distance."""
     want = f"[slots, {HV}, {V}, {K}] (state_v_first=True)" if v_first else f"[slots, {HV}, {K}, {V}] (state_v_first=False)"
     if pool is None:
-        raise fail("state_pool", None, "a tensor " + want)
+        raise fail(name, None, "a tensor " + want)
     if len(pool.shape) != 4 or tuple(pool.shape[1:]) != ((HV, V, K) if v_first else (HV, K, V)):
-        raise fail("state_pool's shape", list(pool.shape), want)
+        raise fail(f"{name}'s shape", list(pool.shape), want)
     if pool.dtype not in STATE_DTYPES:
-        raise fail("state_pool's dtype", pool.dtype, "torch.float32 or torch.bfloat16")
+        raise fail(f"{name}'s dtype", pool.dtype, "torch.float32 or torch.bfloat16")
     if not _dense(Layout(pool.shape[1:], pool.stride[1:], pool.dtype)):
-        raise fail("state_pool's strides", list(pool.stride), "dense inside a slot (only stride(0) is free)")
+        raise fail(f"{name}'s strides", list(pool.stride), "dense inside a slot (only stride(0) is free)")
     if pool.shape[0] > 1 and pool.stride[0] < HV * K * V:
-        raise fail("state_pool's stride(0)", pool.stride[0], f"at least {HV * K * V}, the elements of a slot")
+        raise fail(f"{name}'s stride(0)", pool.stride[0], f"at least {HV * K * V}, the elements of a slot")
 
 
 def check_indices(index: Layout | None, N: int, accepted: Layout | None, pad_slot: int) -> tuple[int, tuple[int, int]]:
@@ -232,13 +245,13 @@ def check_decode(
     check_like("q", q, (N, S, H, K), FLOAT_DTYPES)
     check_like("k", k, (N, S, H, K), (q.dtype,))
     check_like("v", v, (N, S, HV, V), (q.dtype,))
-    check_like("gate", gate, (N, S, HV, K), FLOAT_DTYPES)
+    check_like(options.gate_name, gate, (N, S, HV, K), FLOAT_DTYPES)
     check_like("beta", beta, (N, S, HV), FLOAT_DTYPES)
     check_like("out", out, (N, S, HV, V), FLOAT_DTYPES)
     gate_kind = check_gate(A_log, dt_bias, HV, K, options)
     if options.neg_eigval and not options.beta_sigmoid:
         raise fail("allow_neg_eigval", True, "False unless use_beta_sigmoid_in_kernel=True; otherwise scale beta yourself")
-    check_pool(pool, HV, K, V, options.state_v_first)
+    check_pool(pool, HV, K, V, options.state_v_first, options.pool_name)
     sequences = N
     if cu is not None:
         if len(cu.shape) != 1 or cu.shape[0] < 1 or cu.dtype not in INDEX_DTYPES:
@@ -252,7 +265,7 @@ def check_decode(
     written = W - options.verify
     if W > 1 and cu is None and written < S:
         raise fail("state_indices's shape", list(index.shape), f"[{N}, W] with W >= {S + options.verify}, a slot for each of {S} tokens")
-    tokens = (("q", q), ("k", k), ("v", v), ("gate", gate), ("beta", beta), ("out", out))
+    tokens = (("q", q), ("k", k), ("v", v), (options.gate_name, gate), ("beta", beta), ("out", out))
     return PoolProblem(
         N=sequences, S=None if cu is not None else S, R=N * S, H=H, HV=HV, K=K, V=V, slots=pool.shape[0], slot_stride=pool.stride[0],
         index_strides=index_strides, W=W,

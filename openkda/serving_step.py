@@ -11,8 +11,9 @@ from functools import partial
 import torch
 
 from openkda import serving_torch
+from openkda.problem import check_number
 from openkda.serving import choose_backend, common_device, find_launch, library
-from openkda.serving_problem import Options, check_decode, check_numbers, check_step, check_types, layout
+from openkda.serving_problem import Options, check_decode, check_scalars, check_step, check_types, layout
 
 
 def kda_fused_decode(
@@ -73,7 +74,9 @@ def kda_fused_decode(
     options = (norm_eps, lower_bound, scale, pad_slot, verify, use_qk_l2norm_in_kernel, allow_neg_eigval, state_v_first, backend)
     if type(q) is not torch.Tensor or torch.compiler.is_compiling():
         check_types(_TENSORS, tensors, _REQUIRED)
-        torch.ops.openkda.kda_fused_decode(*tensors, *options)
+        check_scalars(*options[1:4], backend)
+        check_number("norm_eps", norm_eps, optional=False)
+        torch.ops.openkda.kda_fused_decode(*tensors, *options[:4], *map(bool, options[4:-1]), backend)
     else:
         _fused_decode(tensors, options)
     return out
@@ -97,10 +100,11 @@ _launches: dict[tuple, Callable[..., None]] = {}
 def _fused_launch(tensors: tuple[torch.Tensor | None, ...], norm_eps: float, *options: object) -> Callable[..., None]:
     """Checks of one kind of call, and what runs it: called with the tensors of `_fused_decode`."""
     *options, backend = options
-    check_numbers(lower_bound=options[0], scale=options[1], norm_eps=norm_eps)
+    check_scalars(*options[:3], backend)
+    check_number("norm_eps", norm_eps, optional=False)
     device = common_device(tensors)
     layouts = [layout(t) for t in tensors]
-    base = check_decode(*layouts[:11], None, Options(*options, gate_in_kernel=True, beta_sigmoid=True))
+    base = check_decode(*layouts[:11], None, Options(*options[:3], *map(bool, options[3:]), gate_in_kernel=True, beta_sigmoid=True))
     problem = check_step(base, *layouts[11:], norm_eps)
     if choose_backend(device, backend) == "torch":
         return partial(serving_torch.fused_step, problem)

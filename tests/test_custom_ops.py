@@ -3,12 +3,18 @@
 import pytest
 import torch
 
-from openkda import chunk_kda
-from openkda.custom_ops import chunk_kda_backward_op, chunk_kda_op
+from openkda import chunk_kda, fused_recurrent_kda
+from openkda.custom_ops import chunk_kda_backward_op, chunk_kda_op, recurrent_kda_op
 from openkda.testing import make_case, relative_error
 
 # the schema's arguments after the tensors: gate, norm and beta inside; o and final_state out; chunks of 64
 FLAGS = (None, None, None, True, -5.0, False, True, True, False, True, False, False, 64, True)
+
+
+@pytest.fixture(autouse=True)
+def fresh_graphs():
+    """A call that fails while being traced makes dynamo leave its function alone from then on."""
+    torch.compiler.reset()
 
 
 class Mixer(torch.nn.Module):
@@ -95,3 +101,44 @@ def test_errors_reach_the_caller(device):
     tensors, flags = operands(device, "torch")
     with pytest.raises(ValueError, match="chunk_size is 48"):
         chunk_kda_op(*tensors, *flags[:-3], 48, *flags[-2:])
+
+
+@pytest.mark.parametrize("function", [chunk_kda, fused_recurrent_kda])
+@pytest.mark.parametrize(
+    "changes, error, sentence",
+    [
+        (dict(scale="a"), TypeError, "scale is a str; it must be a number or None"),
+        (dict(lower_bound=[-5.0]), TypeError, "lower_bound is a list; it must be a number or None"),
+        (dict(beta=0.5), TypeError, "beta is a float; it must be a torch.Tensor"),
+        (dict(backend="best"), ValueError, "backend is 'best'; it must be None or one of hopper, portable, torch"),
+    ],
+    ids=str,
+)
+def test_a_traced_call_refuses_in_one_sentence(function, changes, error, sentence):
+    args = {**without_chunk_options(make_case("random", T=5, H=1, K=8)), **changes}
+    with pytest.raises(error) as e:
+        torch.compile(function, backend="eager")(**args)
+    assert str(e.value) == sentence
+
+
+def without_chunk_options(case):
+    return {name: x for name, x in case.args.items() if name not in ("safe_gate", "chunk_size")}
+
+
+@pytest.mark.parametrize("changes", [dict(), dict(lengths=(5, 0, 15)), dict(initial_state=False, HV=1, state_v_first=True)])
+def test_recurrence_in_a_graph(device, changes):
+    """Values as in eager mode, gradients those of chunk_kda; torch.library's own checks."""
+    case = make_case("random", **{**dict(T=20, H=1, HV=2, K=16, V=8), **changes}, device=device)
+    leaf = lambda x: x.clone().requires_grad_() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+    args, twins = ({name: leaf(x) for name, x in without_chunk_options(case).items()} for _ in range(2))
+    o, final = torch.compile(fused_recurrent_kda, fullgraph=True, backend="aot_eager")(**args, backend="torch")
+    expected = chunk_kda(**twins, backend="torch")
+    for a, b in zip((o, final), fused_recurrent_kda(**without_chunk_options(case), backend="torch")):
+        assert torch.equal(a, b)
+    (o.square().sum() + final.sum()).backward()
+    (expected[0].square().sum() + expected[1].sum()).backward()
+    for name, x in args.items():
+        if isinstance(x, torch.Tensor) and x.requires_grad:
+            assert relative_error(x.grad, twins[name].grad) < 1e-5, name
+    tensors, _ = operands(device, "torch", **changes)
+    torch.library.opcheck(recurrent_kda_op, (*tensors, None, None, True, -5.0, True, True, False, True, False, "torch"))

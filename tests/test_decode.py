@@ -326,6 +326,10 @@ def test_states_in_place_are_checked_as_any_other_call(backend, device):
     refused("lower_bound is -7.0", lower_bound=-7.0)
     refused("scale is a str", scale="a", error=TypeError)
     refused("initial_state is a list", initial_state=[1], error=TypeError)
+    refused("initial_state's shape is [2, ", state_v_first=False)  # and no argument by a name of kda_decode's
+    refused("initial_state's dtype is torch.float64", initial_state=case.pool[:2].double())
+    refused("g's shape is ", [*tokens[:3], tokens[3][..., :-1], tokens[4]])
+    refused("fused_recurrent_kda with states in place has no gradient", [tokens[0].clone().requires_grad_(), *tokens[1:]])
     refused("cu_seqlens's shape is []", packed, cu_seqlens=torch.tensor(4, device=device))
     if device.type == "cpu":
         refused("at most T = 4", packed, cu_seqlens=torch.tensor([0, 2, 9]))

@@ -211,14 +211,18 @@ def test_decode_wants_tensors():
         (dict(scale=[1.0]), "scale is a list; it must be a number or None"),
         (dict(scale=torch.tensor(0.5)), "scale is a Tensor; it must be a number or None"),
         (dict(lower_bound="a"), "lower_bound is a str; it must be a number or None"),
+        (dict(pad_slot=0.0), "pad_slot is 0.0; it must be an int"),
+        (dict(backend=3), "backend is a int; it must be a str or None"),
     ],
     ids=str,
 )
-def test_decode_refuses_types_in_one_sentence(changes, sentence):
+@pytest.mark.parametrize("traced", [False, True])
+def test_decode_refuses_types_in_one_sentence(changes, sentence, traced):
     case = make()
     before = len(serving._launches)
+    call = torch.compile(kda_decode, backend="eager") if traced else kda_decode
     with pytest.raises(TypeError) as error:
-        kda_decode(**{**case.arguments(state_indices=indices([1, 2], case)), **changes})
+        call(**{**case.arguments(state_indices=indices([1, 2], case)), **changes})
     assert str(error.value) == sentence and len(serving._launches) == before
     assert_untouched(case, set())
 
@@ -310,7 +314,7 @@ def op_arguments(name, case):
     out = torch.empty_like(case.tokens["v"])
     head = (*tokens, out, case.params["A_log"], case.params["dt_bias"], case.pool, indices([1, 2], case))
     if name == "kda_decode":
-        return (*head, None, None, case.params["lower_bound"], None, -1, False, True, False, True, True, True, None)
+        return (*head, None, None, case.params["lower_bound"], None, -1, False, True, False, True, True, True, False, None)
     return (*head, None, cu(case), None, None, [], [], case.params["lower_bound"], None, -1, True, False, True, None)
 
 
