@@ -100,6 +100,7 @@ def make_case(
     K: int = 32,
     V: int | None = None,
     lengths: tuple[int, ...] | None = None,
+    pad_to: int = 0,
     dtype: torch.dtype = torch.float32,
     gate_dtype: torch.dtype | None = None,
     beta_dtype: torch.dtype | None = None,
@@ -113,15 +114,17 @@ def make_case(
     state_dtype: torch.dtype = torch.float32,
     seed: int = 0,
     device: torch.device | str = "cpu",
-    **options: object,
+    scale: float | None = None,
+    chunk_size: int | None = None,
+    return_intermediate_states: bool = False,
 ) -> Case:
-    """Random inputs of one call. lengths packs sequences of those lengths (B = 1, T = their sum unless T is larger).
+    """Random inputs of one call. lengths packs sequences of those lengths (B = 1, T = their sum, or pad_to where that is larger).
 
     raw: g and beta are logits, activated inside; else they are a log decay (with safe_gate when bounded) and a write strength.
-    options: further keyword arguments of chunk_kda, such as scale, chunk_size or backend."""
+    scale, chunk_size, return_intermediate_states: as chunk_kda's, among the arguments only where they differ from the default here."""
     HV, V = HV or H, V or K
     if lengths is not None:
-        B, T = 1, max(sum(lengths), options.pop("pad_to", 0))
+        B, T = 1, max(sum(lengths), pad_to)
     gen = torch.Generator().manual_seed(seed)
     randn = lambda *shape: torch.randn(*shape, generator=gen)
     q, k, v = randn(B, T, H, K), randn(B, T, H, K), randn(B, T, HV, V)
@@ -129,7 +132,9 @@ def make_case(
     g, beta = logits.view(B, T, HV, K), randn(B, T, HV)
     N = B if lengths is None else len(lengths)
     S0 = randn(N, HV, V, K) if state_v_first else randn(N, HV, K, V)
-    args: dict[str, object] = dict(output_final_state=True, state_v_first=state_v_first, use_qk_l2norm_in_kernel=qk_l2norm, **options)
+    args: dict[str, object] = dict(output_final_state=True, state_v_first=state_v_first, use_qk_l2norm_in_kernel=qk_l2norm)
+    optional = dict(scale=scale, chunk_size=chunk_size, return_intermediate_states=return_intermediate_states or None)
+    args |= {name: value for name, value in optional.items() if value is not None}
     if not qk_l2norm:
         q, k = (x / x.norm(dim=-1, keepdim=True) for x in (q, k))
     if bounded:
