@@ -17,7 +17,8 @@ def why_not(problem: Problem) -> str | None:
     """None when this backend serves the problem, else one sentence saying what it lacks."""
     p = problem
     if p.capability is None or p.capability[0] != 9:
-        return f"the hopper backend needs a GPU of compute capability 9.0, the device is {p.device_type} {p.capability}"
+        found = p.device_type if p.capability is None else "one of {}.{}".format(*p.capability)
+        return f"the hopper backend needs a GPU of compute capability 9.0, the device is {found}"
     triton = version("triton")
     if ".".join(triton.split(".")[:2]) not in VERIFIED:
         return f"the hopper backend is verified with Triton {', '.join(VERIFIED)}, this is {triton}"
