@@ -3,7 +3,7 @@ rows of V, and walks its tokens in blocks of 16:
 
     default partition   scan_warps warps    the recurrence and the output (scan.py)
     preps x 4 warps                         activation, norms, decay, scores, inverse, four blocks at a time (prep.py)
-    1 warp                                  requests the raw tiles, two blocks at a time
+    4 x 1 warp                              request the raw tiles of g, k, q, v, two blocks at a time
 
 Equations, names: docs/math.md. Algorithm, schedule, budgets and measurements: docs/hopper_prefill.md."""
 
@@ -26,24 +26,34 @@ def scan_role(ring, out, states, sink, work, segment, HV, NS, T: gl.constexpr):
 
 @gluon.jit
 def run_roles(scan, ring, src, work, columns, T: gl.constexpr):
-    """The scan, with arguments `scan`, in the default partition beside T.preps preparation partitions and a load warp"""
+    """The scan, with arguments `scan`, in the default partition beside the preparation and the load warps. State-only passes have no q and
+    one preparation partition."""
     regs: gl.constexpr = T.prep_regs
-    if T.preps == 1:
+    if T.outputs:
         gl.warp_specialize(
-            [(scan_role, scan), (prep_role, (ring, src, work, columns.index(0), 0, T)), (load_role, (ring, src, work, T))],
-            [4, 1],
-            [regs, 24],
+            [
+                (scan_role, scan),
+                (prep_role, (ring, src, work, columns.index(0), 0, T)),
+                (prep_role, (ring, src, work, columns.index(1), 1, T)),
+                (load_role, (ring, src, work, "g", T)),
+                (load_role, (ring, src, work, "k", T)),
+                (load_role, (ring, src, work, "q", T)),
+                (load_role, (ring, src, work, "v", T)),
+            ],
+            [4, 4, 1, 1, 1, 1],
+            [regs, regs, 24, 24, 24, 24],
         )
     else:
         gl.warp_specialize(
             [
                 (scan_role, scan),
                 (prep_role, (ring, src, work, columns.index(0), 0, T)),
-                (prep_role, (ring, src, work, columns.index(1), 1, T)),
-                (load_role, (ring, src, work, T)),
+                (load_role, (ring, src, work, "g", T)),
+                (load_role, (ring, src, work, "k", T)),
+                (load_role, (ring, src, work, "v", T)),
             ],
-            [4, 4, 1],
-            [regs, regs, 24],
+            [4, 1, 1, 1],
+            [regs, 24, 24, 24],
         )
 
 

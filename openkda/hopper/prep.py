@@ -10,7 +10,7 @@ Per block, r_k, r_q the inverse norms (1 without l2norm), G the inclusive base-2
     tz = (T0, Z T0)     read = -r_k     write = scale r_q     decay = exp(G_C)
 
 A partition of 4 warps takes every `preps`-th group, one warp per block: what a warp writes, it alone reads before the group is ready. Raw
-tiles are overwritten in place: kq by (kd, qd), the gate by ki. A load warp requests the tiles. Rows past the segment's end are overwritten
+tiles are overwritten in place: kq by (kd, qd), the gate by ki. Four warps request them. Rows past the segment's end are overwritten
 by neutral values first, before any exponential."""
 
 from __future__ import annotations
@@ -37,26 +37,31 @@ from openkda.hopper.tiles import (
 
 
 @gluon.jit
-def load_role(ring, src, work, T: gl.constexpr):
-    """Request the raw tiles of all blocks, two at a time, as soon as their place is free"""
+def load_role(ring, src, work, what: gl.constexpr, T: gl.constexpr):
+    """Request the raw tiles of one operand ("g", "k", "q", "v") of all blocks, two blocks at a time, as soon as their place is free. A warp
+    per operand: requests take long enough to hold up the preparation if one warp makes them all."""
     K: gl.constexpr = T.K
     V: gl.constexpr = T.V
     halves: gl.constexpr = 2 * T.groups
-    block_bytes: gl.constexpr = src.k.block_type.nbytes * (2 if T.outputs else 1) + src.v.block_type.nbytes + src.g.block_type.nbytes
+    desc = src.g if what == "g" else src.k if what == "k" else src.q if what == "q" else src.v
+    tiles = ring.g if what == "g" else ring.v if what == "v" else ring.kq
+    if what == "g":
+        column = work.head * K
+    elif what == "v":
+        column = work.head * V + work.row0
+    else:
+        column = work.qk_head * K
     for it in range((work.steps + 1) // 2 * 2):
         at = it % halves
         full = ring.full.index(at // 2)
         mbarrier.wait(ring.empty.index(at), ((it // halves) & 1) ^ 1)
         if it < work.steps:
-            mbarrier.expect(full, 2 * block_bytes)
+            mbarrier.expect(full, 2 * desc.block_type.nbytes)
             for c in gl.static_range(2):
-                row = work.start + it * 32 + 16 * c
-                b = 2 * at + c
-                tma.async_copy_global_to_shared(src.g, [row, work.head * K], full, ring.g.index(b))
-                tma.async_copy_global_to_shared(src.k, [row, work.qk_head * K], full, ring.kq.index(b).slice(0, 16, dim=0))
-                if T.outputs:
-                    tma.async_copy_global_to_shared(src.q, [row, work.qk_head * K], full, ring.kq.index(b).slice(16, 16, dim=0))
-                tma.async_copy_global_to_shared(src.v, [row, work.head * V + work.row0], full, ring.v.index(b))
+                tile = tiles.index(2 * at + c)
+                if what == "k" or what == "q":
+                    tile = tile.slice(16 if what == "q" else 0, 16, dim=0)
+                tma.async_copy_global_to_shared(desc, [work.start + it * 32 + 16 * c, column], full, tile)
         else:
             mbarrier.arrive(full, count=1)
 

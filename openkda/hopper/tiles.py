@@ -209,7 +209,7 @@ class Ring(NamedTuple):
     decay: object  # [4 groups, 1, K] fp32 exp(G_C)
     read: object  # [4 groups, 1, 16] fp32 -r_k
     write: object  # [4 groups, 1, 16] fp32 scale r_q
-    full: object  # [groups] barriers: the raw tiles have landed, requested two blocks at a time
+    full: object  # [groups] barriers: the raw tiles have landed, requested by operand and two blocks at a time
     ready: object  # [groups] the group is prepared
     empty: object  # [2 groups] the scan is done with two blocks
 
@@ -237,6 +237,6 @@ def make_ring(src, T: gl.constexpr):
     for s in gl.static_range(2 * groups):
         mbarrier.init(empty.index(s), count=1)
     for s in gl.static_range(groups):
-        mbarrier.init(full.index(s), count=2)
+        mbarrier.init(full.index(s), count=8 if T.outputs else 6)
         mbarrier.init(ready.index(s), count=1)
     return Ring(kq, g, ki, v, tz, decay, read, write, full, ready, empty)
