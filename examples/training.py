@@ -22,7 +22,7 @@ class History:
 
     step: list[int] = field(default_factory=list)
     loss: list[float] = field(default_factory=list)  # training loss, nats
-    seconds: list[float] = field(default_factory=list)  # since the first step, resumed runs included
+    seconds: list[float] = field(default_factory=list)  # of training, resumed runs included, compilation and evaluation left out
     eval_step: list[int] = field(default_factory=list)
     eval_value: list[float] = field(default_factory=list)
 
@@ -37,7 +37,7 @@ def add_training_arguments(parser: argparse.ArgumentParser, *, steps: int, batch
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and data (default 0)")
     parser.add_argument("--out", type=Path, required=True, help="folder for weights, curve and log")
     parser.add_argument("--resume", action="store_true", help="go on from the state saved in --out")
-    parser.add_argument("--time-limit", type=float, default=math.inf, help="seconds after which training ends, its schedule included")
+    parser.add_argument("--time-limit", type=float, default=math.inf, help="seconds of training after which it ends, its schedule included")
     parser.add_argument("--eval-every", type=int, default=100, help="steps between evaluations (default 100)")
     parser.add_argument("--save-every", type=int, default=None, help="steps between saved states (default: as --eval-every)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="torch device")
@@ -71,6 +71,11 @@ class Step:
         self.seen: dict[tuple[torch.Size, ...], int] = {}
         self.recorded: dict[tuple[torch.Size, ...], tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...], Tensor]] = {}
 
+    def warming(self, batch: tuple[Tensor, ...]) -> bool:
+        """Whether the step on this batch compiles or records, so that its time says nothing."""
+        seen = self.seen.get(tuple(x.shape for x in batch), 0)
+        return seen <= self.WARM_UP if self.stream else seen == 0
+
     def run(self, batch: tuple[Tensor, ...]) -> Tensor:
         self.optimizer.zero_grad(set_to_none=True)
         with self.precision:
@@ -96,6 +101,20 @@ class Step:
             kept.copy_(x)
         graph.replay()
         return loss
+
+
+class Clock:
+    """Seconds since it was made, plus those it starts with, less those skipped."""
+
+    def __init__(self, spent: float):
+        self.began = time.monotonic() - spent
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.began
+
+    def skip(self, seconds: float) -> None:
+        self.began += seconds
 
 
 def own_stream(device: str) -> contextlib.AbstractContextManager:
@@ -157,19 +176,20 @@ def fit(
         (options.out / "history.json").write_text(json.dumps(asdict(history)))
 
     def measure(step: int) -> float:
+        paused = time.monotonic()
         model.eval()
         with torch.no_grad(), precision:
             value = evaluate()
         model.train()
         history.eval_step.append(step)
         history.eval_value.append(value)
+        clock.skip(time.monotonic() - paused)
         return value
 
     device_type = torch.device(options.device).type
     precision = torch.autocast(device_type, torch.bfloat16, enabled=device_type == "cuda")
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    spent = history.seconds[-1] if history.seconds else 0.0
-    began = time.monotonic() - spent
+    clock = Clock(history.seconds[-1] if history.seconds else 0.0)
     model.train()
     value = history.eval_value[-1] if history.eval_value else math.nan
     step = first
@@ -177,17 +197,22 @@ def fit(
         task = progress.add_task("training", total=options.steps, completed=first)
         update = Step(model, loss_of, optimizer, precision, record=record)
         while step < options.steps:
-            fraction = max(step / options.steps, (time.monotonic() - began) / options.time_limit)
+            fraction = max(step / options.steps, clock.seconds / options.time_limit)
             if fraction >= 1:
                 break
             for group in optimizer.param_groups:
                 group["lr"].fill_(learning_rate(fraction, options.lr))
-            loss = update(batch_at(step))
+            batch = batch_at(step)
+            warming, begin = update.warming(batch), time.monotonic()
+            loss = update(batch)
+            if warming:
+                loss.item()  # waits for the device
+                clock.skip(time.monotonic() - begin)
             step += 1
             if step % 10 == 0 or step == options.steps:  # reading the loss waits for the device
                 history.step.append(step)
                 history.loss.append(loss.item())
-                history.seconds.append(time.monotonic() - began)
+                history.seconds.append(clock.seconds)
                 progress.update(task, description=f"loss {history.loss[-1]:.3f}  {eval_name} {value:.3f}")
             progress.advance(task)
             if step == options.steps:
