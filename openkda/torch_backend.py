@@ -114,7 +114,7 @@ def _segment(
     L = scores[..., CHUNK:, :] * (beta * SHIFT)  # the solver reads the strictly lower part alone
     eye = torch.eye(CHUNK, dtype=L.dtype, device=L.device)
     Linv = torch.linalg.solve_triangular(L, eye, upper=False, unitriangular=True, left=False) * beta.mT
-    Z = _bmm(scores[..., :CHUNK, :].tril() * (scale * SHIFT), Linv)
+    Z = _bmm(scores[..., :CHUNK, :].tril(), Linv, scale * SHIFT)
     late = _bmm(Linv.mT, kg)
     start = torch.cat([torch.zeros_like(v), v], -2)
     products, state = [], S.flatten(0, 1)
@@ -128,9 +128,9 @@ def _segment(
     return o, state.unflatten(0, (B, HV))
 
 
-def _bmm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a b over the two leading dimensions."""
-    return torch.bmm(a.flatten(0, 1), b.flatten(0, 1)).unflatten(0, a.shape[:2])
+def _bmm(a: torch.Tensor, b: torch.Tensor, alpha: float = 1.0) -> torch.Tensor:
+    """alpha a b over the two leading dimensions."""
+    return torch.baddbmm(a.new_zeros(1, 1, 1), a.flatten(0, 1), b.flatten(0, 1), beta=0, alpha=alpha).unflatten(0, a.shape[:2])
 
 
 @without_autocast

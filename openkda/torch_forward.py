@@ -46,7 +46,7 @@ class Workspace:
                 self.late.view(*heads, CHUNK, K).mT.unbind(),
             )
         )  # of each chunk: [-qd S; x], x, [qd; kd] and the transpose of Linv^T kg
-        self.zero = like.new_zeros(())
+        self.zero = like.new_zeros(1, 1, 1)
         self.eye = torch.eye(CHUNK, dtype=like.dtype, device=like.device)
         self.triangle = sum_in_base_2(like)
 
@@ -79,15 +79,16 @@ def sequences(
                 neg_eigval=problem.neg_eigval,
             )  # fmt: skip
             length = v.shape[1]
-            q, k, v, g, beta = (whole_chunks(x) for x in (q, k, v, g, beta[..., None]))
+            if length % CHUNK:
+                q, k, v, g, beta = map(whole_chunks, (q, k, v, g, beta))
             chunks = v.shape[1] // CHUNK
             if work is None or work.chunks != chunks:
                 work = Workspace(chunks, B, HV, K, V, v)
             end = _prepare(work, q, k, g, beta, problem.scale)
             work.from_state.zero_()
             work.v.copy_(by_chunk(v))
-            entries = h[:, start // problem.chunk_size :].unbind(1)
-            _scan(work, end, S, dict(zip(range(0, chunks, problem.chunk_size // CHUNK), entries)))
+            wanted = h[:, start // problem.chunk_size :].unbind(1)
+            _scan(work, end, S, dict(zip(range(0, chunks, problem.chunk_size // CHUNK), wanted)))
             torch.bmm(work.Z, work.x[:, CHUNK:], out=work.local)
             out = o[:, start : start + length] if length == v.shape[1] else v.new_empty(v.shape)
             torch.sub(work.local_out, work.from_state, alpha=problem.scale, out=by_chunk(out))
@@ -99,10 +100,10 @@ def sequences(
 def _prepare(work: Workspace, q: torch.Tensor, k: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, scale: float) -> torch.Tensor:
     """What does not depend on the state, into work: read, late and Z. Returns exp(G_C), each chunk's decay [chunks, B * HV, K, 1].
 
-    q, k, g [B, T, HV, K], g the log decay; beta [B, T, HV, 1]; T whole chunks."""
-    G = chunk_cumsum(g, work.triangle)
-    unsafe = unsafe_chunks(by_chunk(G))
-    row = by_chunk(G.exp2_() if unsafe is None else exp2(G))  # [chunks, B, HV, CHUNK, K]
+    q, k, g [B, T, HV, K], g the log decay; beta [B, T, HV]; T whole chunks."""
+    G = by_chunk(chunk_cumsum(g, work.triangle))  # [chunks, B, HV, CHUNK, K]
+    unsafe = unsafe_chunks(G)
+    row = G.exp2_() if unsafe is None else exp2(G)
     end = row[..., -1:, :]
     q, k, beta = by_chunk(q), by_chunk(k), by_chunk(beta).reshape(-1, CHUNK, 1)
     torch.mul(q, row, out=work.qd)
@@ -113,12 +114,12 @@ def _prepare(work: Workspace, q: torch.Tensor, k: torch.Tensor, g: torch.Tensor,
     work.kg_out.mul_(end * SHIFT)
     if unsafe is not None:
         chosen = slice(None) if len(unsafe) == len(work.scores) else unsafe  # all of them: nothing to gather
-        picked = (x.flatten(0, 2)[chosen] for x in (q, k, by_chunk(G)))
+        picked = (x.flatten(0, 2)[chosen] for x in (q, k, G))
         work.scores[chosen], work.kg[chosen] = any_gate(*picked, work.scores[chosen])
     L = work.scores[:, CHUNK:] * (beta * SHIFT)  # the solver reads the strictly lower part alone
     # The identity to the left of the inverse: half the time that it takes to the right.
     Linv = torch.linalg.solve_triangular(L, work.eye, upper=False, unitriangular=True, left=False).mul_(beta.mT)
-    torch.bmm(work.scores[:, :CHUNK].tril().mul_(scale * SHIFT), Linv, out=work.Z)
+    torch.baddbmm(work.zero, work.scores[:, :CHUNK].tril(), Linv, beta=0, alpha=scale * SHIFT, out=work.Z)
     torch.bmm(Linv.mT, work.kg, out=work.late)
     return end.flatten(1, 2).mT
 

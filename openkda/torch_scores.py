@@ -77,11 +77,12 @@ def any_gate(q: torch.Tensor, k: torch.Tensor, G: torch.Tensor, scores: torch.Te
 
 
 def whole_chunks(x: torch.Tensor) -> torch.Tensor:
-    """[B, T, HV, D] with T filled up to whole chunks by zeros (log decay 0, key 0: rows that change nothing)."""
-    B, T, HV, D = x.shape
-    return torch.cat([x, x.new_zeros(B, -T % CHUNK, HV, D)], 1) if T % CHUNK else x
+    """[B, T, ..] with T filled up to whole chunks by zeros (log decay 0, key 0: rows that change nothing)."""
+    B, T = x.shape[:2]
+    return torch.cat([x, x.new_zeros(B, -T % CHUNK, *x.shape[2:])], 1) if T % CHUNK else x
 
 
 def by_chunk(x: torch.Tensor) -> torch.Tensor:
-    """[B, T, HV, D], T whole chunks, seen as [chunks, B, HV, CHUNK, D]."""
-    return x.unflatten(1, (-1, CHUNK)).permute(1, 0, 3, 2, 4)
+    """[B, T, HV, D], T whole chunks, seen as [chunks, B, HV, CHUNK, D]; [B, T, HV] as [chunks, B, HV, CHUNK]."""
+    B, T = x.shape[:2]
+    return x.view(B, T // CHUNK, CHUNK, *x.shape[2:]).permute(1, 0, 3, 2, *range(4, x.ndim + 1))
