@@ -1,6 +1,6 @@
 """The Hopper backend without a GPU: what it refuses and why, how calls are cut, and what its kernels compile to."""
 
-from itertools import pairwise
+from itertools import pairwise, product
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +11,7 @@ from openkda.hopper.compat import raw_launch
 from openkda.hopper.config import SHARED_BYTES, STEP, choose, group_bytes
 from openkda.hopper.runtime import Launch, Matrix, Pointer, Ready
 from openkda.hopper.scan import DROP_BITS
+from openkda.hopper.tiles import stack_layout
 from openkda.testing import make_case
 
 
@@ -200,3 +201,22 @@ def test_kernels_compile_within_the_device():
     for k in kernels:
         assert k.shared <= offline.SHARED_LIMIT["sm_90"]
         assert k.spills <= 160, f"{k.name}: {k.spills} bytes"  # loop-invariant addresses; around a segment's own tail
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "bits", "swizzle"), [(32, 128, 16, 128), (32, 64, 16, 128), (16, 128, 32, 128), (8, 64, 16, 128), (32, 16, 16, 32)]
+)
+def test_stacked_tiles_lie_as_the_copy_engine_writes_them(rows, columns, bits, swizzle):
+    """stack_layout against the copy engine's rule: rows of `swizzle` bytes, the wider ones in pieces, 16-byte chunks turned by the row."""
+    layout = stack_layout(rows, columns, bits, swizzle)
+    width = swizzle * 8 // bits  # elements of a row of a piece
+    vector, chunks, period = 128 // bits, swizzle // 16, 128 // swizzle
+    for tile, r, c in product((0, 1, 3), range(rows), range(0, columns, 3)):
+        inside = c % width
+        chunk = (inside // vector) ^ ((r // period) % chunks)
+        offset = ((tile * columns // width + c // width) * rows + r) * width + chunk * vector + inside % vector
+        found = [0, 0, 0]
+        for bit, basis in enumerate(layout.offset_bases):
+            if offset >> bit & 1:
+                found = [a ^ b for a, b in zip(found, basis, strict=True)]
+        assert found == [tile, r, c]
