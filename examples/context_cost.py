@@ -124,8 +124,16 @@ def main(arguments: list[str] | None = None) -> dict:
     options = parser.parse_args(arguments)
 
     dtype = torch.bfloat16 if options.device.startswith("cuda") else torch.float32
-    kinds = {"KDA": ["linear_attention"], "hybrid 3:1": None, "softmax": ["full_attention"]}
+    kinds = {"KDA": ["linear_attention"], "softmax": ["full_attention"], "hybrid 3:1": None}
     results: dict[str, list[dict[str, float]]] = {}
+    report = {
+        "results": results,
+        "command": "python examples/context_cost.py " + " ".join(sys.argv[1:] if arguments is None else arguments),
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+        "device": torch.cuda.get_device_name() if options.device.startswith("cuda") else "cpu",
+        "versions": f"openkda {openkda.__version__}, torch {torch.__version__}",
+    }
+    options.out.mkdir(parents=True, exist_ok=True)
     for name, kind in kinds.items():
         torch.manual_seed(0)
         config = KDAConfig(
@@ -138,6 +146,7 @@ def main(arguments: list[str] | None = None) -> dict:
             {"training_tokens_per_second": training(model, n, options.train_tokens, options.device)}
             for n in track(options.contexts if options.train_tokens else [], description=f"{name}, training")
         ]
+        model.zero_grad(set_to_none=True)
         model.eval()
         for part, parameter in model.named_parameters():
             if not part.endswith(("A_log", "dt_bias")):
@@ -147,16 +156,8 @@ def main(arguments: list[str] | None = None) -> dict:
         steps = decode(contexts=options.contexts, decoded=options.decoded)
         rows = list(track(steps, total=len(options.contexts), description=f"{name}, decoding"))
         results[name] = [row | speed for row, speed in zip(rows, speeds or [{}] * len(rows))]
+        (options.out / "cost.json").write_text(json.dumps(report, indent=1))  # a run that is cut short keeps the models before
 
-    options.out.mkdir(parents=True, exist_ok=True)
-    report = {
-        "results": results,
-        "command": "python examples/context_cost.py " + " ".join(sys.argv[1:] if arguments is None else arguments),
-        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
-        "device": torch.cuda.get_device_name() if options.device.startswith("cuda") else "cpu",
-        "versions": f"openkda {openkda.__version__}, torch {torch.__version__}",
-    }
-    (options.out / "cost.json").write_text(json.dumps(report, indent=1))
     plot(results, options.out / "cost.png")
     table = Table("model", "context", "decoded tokens/s", "cache MiB", "training tokens/s")
     for name, rows in results.items():
