@@ -1,4 +1,5 @@
-"""What the offline compilation test compiles of the Hopper forward: every kernel that dispatch can choose for a bounded gate."""
+"""What the offline compilation test compiles of the Hopper forward: every kernel that dispatch can choose for a bounded gate, and the two
+forward kernels of an unbounded one."""
 
 import torch
 from offline import CAPABILITY
@@ -12,10 +13,15 @@ SHAPES = (
 )  # fmt: skip
 
 
-def compile_hopper(target: str) -> None:
+def compile_hopper(target: str, shapes: tuple[dict, ...] = SHAPES, bounded: bool = True) -> None:
     """Every launch of one call per kind of Config."""
-    for shape in SHAPES:
-        problem, _ = make_case("init", T=64, H=2, K=128, dtype=torch.bfloat16, state_v_first=True).described()
+    for shape in shapes:
+        problem, _ = make_case("init", T=64, H=2, K=128, dtype=torch.bfloat16, state_v_first=True, bounded=bounded).described()
         problem = problem.replace(device_type="cuda", capability=CAPABILITY[target], **shape, HV=shape["H"])
         for one in launch.launches(problem, choose(problem), None, (torch.float32, torch.float32, None))[0]:
             one.compile()
+
+
+def compile_any_gate(target: str) -> None:
+    """One block a head, and two."""
+    compile_hopper(target, (dict(T=512, H=96), dict(T=128, H=8)), bounded=False)

@@ -220,3 +220,13 @@ def test_stacked_tiles_lie_as_the_copy_engine_writes_them(rows, columns, bits, s
             if offset >> bit & 1:
                 found = [a ^ b for a, b in zip(found, basis, strict=True)]
         assert found == [tile, r, c]
+
+
+def test_any_gate_compiles_within_the_device():
+    import offline
+
+    kernels = offline.in_subprocess("sm_90", "offline_hopper:compile_any_gate")
+    assert len(kernels) == 2
+    for k in kernels:
+        assert k.shared <= offline.SHARED_LIMIT["sm_90"]
+        assert k.spills <= 256, f"{k.name}: {k.spills} bytes"  # constants and addresses: 2 % of a group's instructions

@@ -66,7 +66,8 @@ def base_tiles(problem: Problem, shape: dict, **changes: object) -> Tiles:
         beta="given" if not p.beta_sigmoid else "twice" if p.neg_eigval else "sigmoid",
         form=form, kg=form != "product",
     )  # fmt: skip
-    if form == "halves":  # all that the scan can spare; the state pass spills least between both roles' needs
+    if form == "halves" and changes.get("split") != "tails":  # all that the scan can spare, nothing where it has a tail to run first
+        # The state pass spills least between both roles' needs.
         shape = {**shape, "prep_regs": shape["prep_regs"] + 8 if changes.get("outputs", True) else 120}
     tiles = Tiles(**{**fields, **shape, **changes})
     per_group = group_bytes(tiles, p.gate_dtype.itemsize)
