@@ -209,13 +209,12 @@ def hopper_stages(p: Problem) -> list[Stage]:
     entry = Item("entry", (NS, p.HV, p.V, p.K), torch.float32)
     read = (given["k"], given["v"], *gate, given["beta"], *state)
     tail = f"{STEP * config.tail} tokens before a segment"
-    own = config.forward.split == "tails"
-    if own:
-        kept = (entry, known) if config.whole is None else (known,)
+    unsplit = f"{p.N} sequences x {p.HV} heads x {p.V // (config.whole or config.forward).R}"
+    whole = Stage("whole", f"{HOPPER_WORK}, of heads whose tails do not suffice", unsplit, (*given.values(), known), outputs(p, 0))
+    if config.forward.split == "tails":
         what = f"{HOPPER_WORK}, of segments that find their entry state in the {tail}"
-        steps = [Stage("forward", what, f"{over} x {blocks}", tuple(given.values()), (*outputs(p, 0), *kept))]
-    else:
-        steps = [Stage("tails", f"entry states from the {tail}, and whether these suffice", over, read, (entry, known))]
+        return [Stage("forward", what, f"{over} x {blocks}", tuple(given.values()), (*outputs(p, 0), known)), whole]
+    steps = [Stage("tails", f"entry states from the {tail}, and whether these suffice", over, read, (entry, known))]
     if config.whole is None:
         summary = Item("summary", (NS, p.HV, 2, p.V, p.K), torch.float32)
         combine = f"{p.N} sequences x {p.HV} heads x {p.V // 16}"
@@ -224,12 +223,8 @@ def hopper_stages(p: Problem) -> list[Stage]:
             Stage("combine", "entry states, segment after segment", combine, (summary, known), (entry,)),
         ]
     else:
-        unsplit = f"{p.N} sequences x {p.HV} heads x {p.V // config.whole.R}"
-        steps += [Stage("whole", f"{HOPPER_WORK}, of heads whose tails do not suffice", unsplit, (*given.values(), known), outputs(p, 0))]
-    if own and config.whole is not None:
-        return steps
-    what = f"{HOPPER_WORK}, of the other segments" if own else HOPPER_WORK
-    return [*steps, Stage("forward", what, f"{over} x {blocks}", (*given.values(), known, entry), outputs(p, 0))]
+        steps.append(whole)
+    return [*steps, Stage("forward", HOPPER_WORK, f"{over} x {blocks}", (*given.values(), known, entry), outputs(p, 0))]
 
 
 def mapping(p: Problem, backend: str) -> Mapping:

@@ -47,7 +47,6 @@ class Config:
     state: Tiles | None = None  # of the state-only passes
     whole: Tiles | None = None  # where a tail does not suffice: the sequence runs unsplit with these tiles; None: summaries of its segments
     reason: str = ""
-    rest: Tiles | None = None  # of the segments whose own tails did not suffice, where `forward` runs tails itself (split "tails")
 
 
 # What a block looks like: rows of V, preparation partitions and their registers, warps of the scan, groups in the ring.
@@ -87,24 +86,22 @@ def group_bytes(tiles: Tiles, gate_bytes: int) -> int:
 MULTIPROCESSORS = 132
 SUMMARY_HEADS = 32  # rows of work up to which summaries beat running a sequence unsplit, where tails do not suffice
 SHORT = 32  # steps up to which a sequence is better run unsplit than summarised
-SPLIT_STEPS = 16  # a sequence of fewer steps runs unsplit
-OWN_TAIL_STEPS = 8  # segments of up to so many steps begin with their own tail, longer ones are preceded by a pass over all tails
+OWN_TAIL_STEPS = 4  # short sequences are cut where segments become so short; each begins with its own tail
+LONG = 128  # steps from which sequences are cut although what tails do not serve runs unsplit: the pass over the tails costs 16 us
 TAIL = 2  # most steps of a tail: 64 tokens
 WORKSPACE = 512 * 2**20  # bytes that entry states and summaries may take
 
 
 def segments_per_sequence(rows: int, steps: int) -> int:
     """Into how many segments sequences of `steps` steps are cut, `rows` of them times heads being in flight."""
-    if steps < SPLIT_STEPS:
-        return 1
-    if rows <= SUMMARY_HEADS:
+    parts = max(1, MULTIPROCESSORS // rows)
+    if rows > SUMMARY_HEADS:
+        return parts if steps >= LONG else 1
+    if steps > SHORT:
         # A link of the chain of summaries takes a third of what a step takes in the passes before and after it.
-        longest_chain = steps if steps <= SHORT else round((3 * steps) ** 0.5)
-        return max(1, min(MULTIPROCESSORS // rows, longest_chain))
-    if rows >= MULTIPROCESSORS:
-        return 1
-    waves = lambda parts: -(-rows * parts // MULTIPROCESSORS) / parts + 0.03 * parts
-    return min((parts for parts in (1, 2, 3, 4) if parts == 1 or steps >= 16 * parts), key=waves)
+        return min(parts, round((3 * steps) ** 0.5))
+    parts = min(parts, steps)
+    return parts if steps > SHORT // 2 and -(-steps // parts) <= OWN_TAIL_STEPS else 1
 
 
 @lru_cache(maxsize=1024)
@@ -125,17 +122,14 @@ def choose(problem: Problem, longest: int | None = None) -> Config:
     if parts == 1 or bound > WORKSPACE:
         blocks = "64 rows of V a block" if unsplit is HALF else "one block a head"
         return Config(base_tiles(p, unsplit), reason=f"{rows} heads times sequences, {steps} steps: unsplit, {blocks}")
-    state = base_tiles(p, PAIRS, outputs=False, split="state", pdl=True)
     tail = max(1, min(TAIL, length // 4))
-    if rows <= SUMMARY_HEADS and length <= OWN_TAIL_STEPS:
-        reason = f"{rows} heads times sequences, {steps} steps: {parts} segments, each from its own tail where that suffices, else"
-        first = base_tiles(p, FULL, split="tails", pdl=True)
-        if summaries:
-            return Config(first, length, tail, state, None, f"{reason} from summaries", base_tiles(p, FULL, split="rest", pdl=True))
-        return Config(first, length, tail, None, base_tiles(p, unsplit, split="whole", pdl=True), f"{reason} unsplit")
+    whole = base_tiles(p, unsplit, split="whole", pdl=True)
+    if steps <= SHORT:
+        reason = f"{rows} heads times sequences, {steps} steps: {parts} segments, each from its own tail where that suffices, else unsplit"
+        return Config(base_tiles(p, FULL, split="tails", pdl=True), length, tail, None, whole, reason)
+    state = base_tiles(p, PAIRS, outputs=False, split="state", pdl=True)
     if summaries:
         reason = f"{rows} heads times sequences, {steps} steps: {parts} segments, entry states from tails or summaries"
         return Config(base_tiles(p, FULL, split="segments", pdl=True), length, tail, state, None, reason)
     reason = f"{rows} heads times sequences, {steps} steps: {parts} segments where tails give the entry states, else unsplit"
-    whole = base_tiles(p, unsplit, split="whole", pdl=True)
     return Config(base_tiles(p, FULL, split="segments_all", pdl=True), length, tail, state, whole, reason)

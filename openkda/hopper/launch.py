@@ -99,27 +99,26 @@ def launches(problem: Problem, config: Config, strides: Strides, kinds: Kinds) -
     if not config.steps:
         return [*found, forward(config.forward, whole, p.N)], work
     known = Pointer(WORK, torch.int32, take(4 * NS * HV))
+    if config.forward.split == "tails":
+        found.append(forward(config.forward, split, NS, None, known))
+        return [*found, forward(config.whole, whole, p.N, None, known)], work
     state, chained = config.state, config.whole is None
-    first = config.forward.split == "tails"  # the forward tries tails itself
-    entry = Pointer(WORK, torch.float32, take(4 * NS * HV * K * V)) if chained or not first else None
+    entry = Pointer(WORK, torch.float32, take(4 * NS * HV * K * V))
     summary = Pointer(WORK, torch.float32, take(8 * NS * HV * K * V)) if chained else entry  # without summaries nothing is written there
 
     def pass_of_states(tail: int) -> Launch:
         args = (k, matrix(V_, BLOCK, V), g, beta, A_log, dt_bias, initial, entry, summary, known, split, HV, p.group, NS, tail, bound)
         # Where there are two passes, neither is a dependent launch, so that both are one compiled kernel.
-        return Launch(prefill.state_kernel, (NS * HV, 1, 1), args, (state,), state.scan_warps, state.pdl and (first or not chained))
+        return Launch(prefill.state_kernel, (NS * HV, 1, 1), args, (state,), state.scan_warps, state.pdl and not chained)
 
-    found.append(forward(config.forward, split, NS, entry, known) if first else pass_of_states(config.tail))
+    found.append(pass_of_states(config.tail))
     if chained:
         found.append(pass_of_states(0))
         args = (summary, entry, known, whole, HV, NS)
         found.append(Launch(segments.combine_kernel, (p.N, HV, V // BLOCK), args, (K, V, BLOCK, state.pdl), 4, state.pdl))
-        found.append(forward(config.rest if first else config.forward, split, NS, entry, known))
     else:
         found.append(forward(config.whole, whole, p.N, None, known))
-        if not first:
-            found.append(forward(config.forward, split, NS, entry, known))
-    return found, work
+    return [*found, forward(config.forward, split, NS, entry, known)], work
 
 
 class Plan(NamedTuple):

@@ -64,7 +64,7 @@ def first_state(states, segment, work, HV, first: gl.constexpr, rows: gl.constex
     if states.initial_ptr is not None:
         if work.from_initial:
             S = gl.load(states.initial_ptr + state_offsets(work, row, col, T, HV)).to(gl.float32)
-    if T.split == "segments" or T.split == "segments_all" or T.split == "rest":
+    if T.split == "segments" or T.split == "segments_all":
         if work.from_entry:
             V: gl.constexpr = T.V
             base = states.entry_ptr + (segment.to(gl.int64) * HV + work.head) * (K * V)
@@ -179,17 +179,6 @@ def advance(S, ring, b, first: gl.constexpr, values: gl.constexpr, T: gl.constex
 
 
 @gluon.jit
-def store_entry(states, S, segment, work, HV, first: gl.constexpr, T: gl.constexpr):
-    """Rows of S, from `first` on, as the segment's entry state"""
-    K: gl.constexpr = T.K
-    L: gl.constexpr = S.type.layout
-    row = first + gl.arange(0, S.shape[0], layout=gl.SliceLayout(1, L))[:, None]
-    col = gl.arange(0, K, layout=gl.SliceLayout(0, L))[None, :]
-    base = states.entry_ptr + (segment.to(gl.int64) * HV + work.head) * (T.V * K)
-    gl.store(base + (work.row0 + row) * K + col, S)
-
-
-@gluon.jit
 def forgets(ring, work, T: gl.constexpr):
     """1 if the steps before the segment leave nothing of what was before them: their map M has no entry above 2^-DROP_BITS, or there is
     nothing before them"""
@@ -235,8 +224,6 @@ def scan_rows(ring, out, states, known_ptr, work, segment, HV, NS, T: gl.constex
                 mbarrier.arrive(ring.empty.index(n // 2), count=1)
         if work.steps > 0:
             gl.store(known_ptr + work.head * NS + segment, known)
-        if states.entry_ptr is not None and work.steps > 0:
-            store_entry(states, S, segment, work, HV, 0, T)
         stop = gl.where(known != 0, stop, first)
     o = gl.zeros([R, 16], out.tile.dtype, L16)
     for n in range(first, stop):
@@ -291,9 +278,6 @@ def scan_two_rows(ring, out, states, known_ptr, work, segment, HV, NS, T: gl.con
                 mbarrier.arrive(ring.empty.index(n // 2), count=1)
         if work.steps > 0:
             gl.store(known_ptr + work.head * NS + segment, known)
-        if states.entry_ptr is not None and work.steps > 0:
-            store_entry(states, S0, segment, work, HV, 0, T)
-            store_entry(states, S1, segment, work, HV, 64, T)
         stop = gl.where(known != 0, stop, first)
     o0 = gl.zeros([64, 16], out.tile.dtype, L16)
     o1 = o0

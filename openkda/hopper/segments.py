@@ -97,7 +97,6 @@ def locate(segments_ptr, known_ptr, segment, head, group, row0, NS, tail, T: gl.
     segments_all  the segment, if the entry states of all segments of its sequence are known; `whole` serves the other sequences
     whole         the sequence, if not all of them are known
     tails         the segment, after `tail` steps before it that may give its entry state
-    rest          the segment, if its entry state was not known, by now it is
     state         with tail > 0 the last `tail` steps of the segment, for the entry state of the next one; with tail = 0 the segment's
                   (M, b), if the next one's entry state is not known"""
     row = segments_ptr + segment * COLUMNS
@@ -118,8 +117,6 @@ def locate(segments_ptr, known_ptr, segment, head, group, row0, NS, tail, T: gl.
     if T.split == "tails":
         back = gl.minimum(tail, (begin - first) // 32)
         start = begin - 32 * back
-    if T.split == "rest":
-        active = active * (1 - gl.load(known + segment))
     if T.split == "state":
         active = active * (1 - is_last)
         if tail > 0:
