@@ -19,11 +19,12 @@ from openkda.problem import Problem
 from openkda.testing import make_case
 from openkda.timing import eager_ms, graph_ms
 
-BLOCKS = {"full": forms.FULL, "wide": forms.WIDE, "half": forms.HALF}
+BLOCKS = {"full": forms.FULL, "half": forms.HALF}
 
 
 def configurations(problem: Problem, steps: list[int]) -> Iterator[tuple[str, Config]]:
-    """(name, Config): each block shape unsplit, and each cut of `steps` with summaries or with unsplit sequences behind the tails."""
+    """(name, Config): each block shape unsplit, and each cut of `steps` with summaries, or with unsplit sequences behind the tails, of a
+    pass or of the segments themselves."""
     state = base_tiles(problem, forms.PAIRS, outputs=False, split="state", pdl=True)
     for name, block in BLOCKS.items():
         yield name, Config(base_tiles(problem, block))
@@ -32,6 +33,9 @@ def configurations(problem: Problem, steps: list[int]) -> Iterator[tuple[str, Co
             yield f"{name}/{length} summaries", Config(base_tiles(problem, block, split="segments", pdl=True), length, tail, state)
             whole = base_tiles(problem, forms.HALF, split="whole", pdl=True)
             yield f"{name}/{length} whole", Config(base_tiles(problem, block, split="segments_all", pdl=True), length, tail, state, whole)
+    for length in steps:
+        whole = base_tiles(problem, forms.HALF, split="whole", pdl=True)
+        yield f"own tails/{length}", Config(base_tiles(problem, forms.FULL, split="tails", pdl=True), length, 1, None, whole)
 
 
 def main() -> None:
