@@ -50,7 +50,7 @@ def test_gate_parameters(device, regime):
 
 @pytest.mark.parametrize(
     "options", [dict(raw=False), dict(neg_eigval=True), dict(qk_l2norm=False), dict(initial_state=False), dict(scale=0.3), dict(B=2, T=33),
-                dict(H=1, HV=2, T=35), dict(lower_bound=-1.0), dict(state_v_first=True, K=128, H=1), dict(state_dtype=torch.bfloat16),
+                dict(H=1, HV=2, T=35), dict(lower_bound=-1.0), dict(state_v_first=True, K=128, T=35), dict(state_dtype=torch.bfloat16),
                 dict(V=128, H=1, gate_dtype=torch.float32, beta_dtype=torch.float32)]
 )  # fmt: skip
 def test_options(device, options):
@@ -94,7 +94,7 @@ def test_zero_beta(device):
 def test_causality(device, regime):
     """A loss on o[:t0] gives later tokens gradients that are exactly zero, and earlier ones do not move by a bit when those change."""
     t0 = 41
-    case = small(regime, device, initial_state=False, qk_l2norm=regime == "random")
+    case = small(regime, device, H=1, initial_state=False, qk_l2norm=regime == "random")
     found = []
     for _ in range(2):
         do = cotangents(case)[0]
@@ -150,7 +150,7 @@ def test_why_not():
 
 
 # Bytes per thread. Three overlapping blocks of four warps that spill a little beat two that do not.
-SPILLS = {"prepare_chunk_kernel": 32, "chunk_gradients_kernel": 96}
+SPILLS = {"prepare_chunk_kernel": 32, "chunk_gradients_kernel": 160}
 
 
 def test_offline_compile():
