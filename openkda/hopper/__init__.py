@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from importlib.metadata import version
 
 import torch
@@ -11,6 +12,7 @@ from openkda.problem import Inputs, Problem
 __all__ = ["backward", "forward", "why_not", "why_not_backward"]
 
 VERIFIED = ("3.6",)  # Gluon is young: the Triton releases that the kernels are verified with
+installed = cache(version)  # each look reads files, and every new length asks
 
 
 def why_not(problem: Problem) -> str | None:
@@ -19,7 +21,7 @@ def why_not(problem: Problem) -> str | None:
     if p.capability is None or p.capability[0] != 9:
         found = p.device_type if p.capability is None else "one of {}.{}".format(*p.capability)
         return f"the hopper backend needs a GPU of compute capability 9.0, the device is {found}"
-    triton = version("triton")
+    triton = installed("triton")
     if ".".join(triton.split(".")[:2]) not in VERIFIED:
         return f"the hopper backend is verified with Triton {', '.join(VERIFIED)}, this is {triton}"
     if p.dtype not in (torch.bfloat16, torch.float16):
