@@ -112,6 +112,7 @@ class Meta(NamedTuple):
 
     @property
     def ndim(self) -> int:
+        """Count of dimensions."""
         return len(self.shape)
 
 

@@ -243,10 +243,12 @@ def leaves(case: Case, wanted: tuple[str, ...] | None = None) -> dict[str, objec
     return {n: fresh(n, x) if isinstance(x, torch.Tensor) and x.is_floating_point() else x for n, x in case.args.items()}
 
 
-def gradients(case: Case, wanted: tuple[str, ...] | None = None, **options: object) -> dict[str, torch.Tensor]:
-    """Gradients of the case's floating-point arguments (or those wanted) through chunk_kda, for `cotangents`. options as chunk_kda's."""
+def gradients(
+    case: Case, wanted: tuple[str, ...] | None = None, *, backend: str | None = None, disable_recompute: bool = False
+) -> dict[str, torch.Tensor]:
+    """Gradients of the case's floating-point arguments (or those wanted) through chunk_kda, for `cotangents`."""
     args = leaves(case, wanted)
-    torch.autograd.backward(chunk_kda(**{**args, **options}), cotangents(case))
+    torch.autograd.backward(chunk_kda(**args, backend=backend, disable_recompute=disable_recompute), cotangents(case))
     return {n: x.grad for n, x in args.items() if isinstance(x, torch.Tensor) and x.requires_grad}
 
 

@@ -48,6 +48,7 @@ class Row:
 
     @property
     def passed(self) -> bool:
+        """Whether every output stays within its tolerance."""
         return self.share <= 1.0
 
     def add(self, output: str, error: float, allowed: float, where: str) -> None:

@@ -26,6 +26,7 @@ class Item:
 
     @property
     def bytes(self) -> int:
+        """Size in memory."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def __str__(self) -> str:

@@ -143,6 +143,7 @@ def heads(count: int) -> list[tuple[int, tuple[float, ...] | str]]:
 
 
 def legend(axes: Axes, count: int) -> None:
+    """A legend of `count` heads, or one line about their colours where they are many."""
     if count <= MAX_LINES:
         axes.legend(fontsize=8, ncols=min(count, 4))
     else:
@@ -150,6 +151,7 @@ def legend(axes: Axes, count: int) -> None:
 
 
 def whole_ticks(axes: Axes, count: int) -> None:
+    """At most MAX_LINES ticks at whole numbers below `count`."""
     axes.set_yticks(range(0, count, max(1, count // MAX_LINES)))
 
 

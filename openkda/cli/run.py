@@ -49,6 +49,7 @@ class Check:
 
     @property
     def passed(self) -> bool:
+        """Whether the error stays within its tolerance."""
         return self.error <= self.allowed
 
 
@@ -204,6 +205,7 @@ def report(
 
 
 def dtype_name(dtype: torch.dtype) -> str:
+    """The dtype without torch's prefix."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -215,6 +217,7 @@ def gate_name(p: Problem) -> str:
 
 
 def device_name(p: Problem) -> str:
+    """What the call runs on, in words."""
     return torch.cuda.get_device_name() if p.device_type == "cuda" else f"the CPU, {torch.get_num_threads()} threads"
 
 
