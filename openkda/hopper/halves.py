@@ -15,7 +15,7 @@ the product form of a bounded gate has four. Every anchor is a constant or made 
 bit-exact. Ranges: rows from 2^-104 up to 2^97, columns up to 2^104 |k|: bf16 keys up to 2^20 and, where the halves meet, decays down to
 2^-22.
 
-G is kept as factor * P (docs/hopper_prefill.md, Gates): the factor is per head, and each exponential's argument one multiply-add of P."""
+G is kept as factor * P, the factor being the head's: each exponential's argument is one multiply-add of P."""
 
 from __future__ import annotations
 
@@ -67,6 +67,7 @@ def slice_constants(src, work, first: gl.constexpr, T: gl.constexpr):
 
 @gluon.jit
 def half_constants(src, work, T: gl.constexpr):
+    """slice_constants of the first and of the last WIDTH channels"""
     return slice_constants(src, work, 0, T), slice_constants(src, work, T.K - WIDTH, T)
 
 
