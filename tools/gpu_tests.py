@@ -72,7 +72,9 @@ class Record:
         test = self.tests.setdefault(report.nodeid, dict(outcome="passed", seconds=0.0))
         test["seconds"] = round(test["seconds"] + report.duration, 2)
         if report.failed:
-            test.update(outcome="failed", reason=str(report.longrepr.reprcrash.message if report.longrepr else "").splitlines()[0][:300])
+            crash = getattr(report.longrepr, "reprcrash", None)  # absent where a worker died
+            lines = str(crash.message if crash else report.longrepr).splitlines()
+            test.update(outcome="failed", reason=lines[0][:300] if lines else "")
         elif report.skipped:
             test.update(outcome="skipped", reason=report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr))
         if report.user_properties and report.when == "call":
