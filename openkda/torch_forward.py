@@ -70,16 +70,18 @@ def sequences(
     o = tensors[2].new_empty(B, T, HV, V)
     S = S.clone()
     h = tensors[0].new_empty(B, -(-T // problem.chunk_size) if problem.return_intermediate_states else 0, HV, K, V)
-    work = None
+    if T == 0:
+        return o, S, h
+    work, wanted = None, iter(h.unbind(1))
     with torch.inference_mode():  # no bookkeeping of views and versions
-        for start in range(0, T, step):
+        for *given, out in zip(*(x.split(step, 1) for x in (*tensors, o))):
             q, k, v, g, beta = prepare(
-                *(x[:, start : start + step] for x in tensors), A_log=inputs.A_log, dt_bias=inputs.dt_bias, gate=problem.gate,
-                lower_bound=problem.lower_bound, qk_l2norm=problem.qk_l2norm, beta_sigmoid=problem.beta_sigmoid,
-                neg_eigval=problem.neg_eigval,
+                *given, A_log=inputs.A_log, dt_bias=inputs.dt_bias, gate=problem.gate, lower_bound=problem.lower_bound,
+                qk_l2norm=problem.qk_l2norm, beta_sigmoid=problem.beta_sigmoid, neg_eigval=problem.neg_eigval,
             )  # fmt: skip
             length = v.shape[1]
-            if length % CHUNK:
+            whole = length % CHUNK == 0
+            if not whole:
                 q, k, v, g, beta = map(whole_chunks, (q, k, v, g, beta))
             chunks = v.shape[1] // CHUNK
             if work is None or work.chunks != chunks:
@@ -87,13 +89,12 @@ def sequences(
             end = _prepare(work, q, k, g, beta, problem.scale)
             work.from_state.zero_()
             work.v.copy_(by_chunk(v))
-            wanted = h[:, start // problem.chunk_size :].unbind(1)
             _scan(work, end, S, dict(zip(range(0, chunks, problem.chunk_size // CHUNK), wanted)))
             torch.bmm(work.Z, work.x[:, CHUNK:], out=work.local)
-            out = o[:, start : start + length] if length == v.shape[1] else v.new_empty(v.shape)
-            torch.sub(work.local_out, work.from_state, alpha=problem.scale, out=by_chunk(out))
-            if length < v.shape[1]:
-                o[:, start:] = out[:, :length]
+            filled = out if whole else v.new_empty(v.shape)
+            torch.sub(work.local_out, work.from_state, alpha=problem.scale, out=by_chunk(filled))
+            if not whole:
+                out.copy_(filled[:, :length])
     return o, S, h
 
 
