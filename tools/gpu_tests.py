@@ -14,7 +14,6 @@ import importlib.metadata
 import json
 import os
 import platform
-import shlex
 import subprocess
 import sys
 import time
@@ -37,7 +36,7 @@ def output(*command: str) -> str:
         return ""
 
 
-def header(commit: str | None) -> dict[str, object]:
+def header(commit: str | None, workers: int) -> dict[str, object]:
     """Where, when and of what the results are."""
     version = lambda name: importlib.metadata.version(name) if name != "openkda" else importlib.import_module(name).__version__
     head = output("git", "rev-parse", "HEAD")
@@ -49,7 +48,7 @@ def header(commit: str | None) -> dict[str, object]:
         versions={"python": platform.python_version()} | {name: version(name) for name in PACKAGES},
         commit=head or commit,
         uncommitted_changes=bool(output("git", "status", "--porcelain", "--untracked-files=no")) if head else None,
-        command="python " + shlex.join(sys.argv),
+        command=f"python tools/gpu_tests.py --workers {workers}",
     )
 
 
@@ -125,12 +124,14 @@ def main() -> int:
     if path.suffix != ".json":
         path.mkdir(parents=True, exist_ok=True)
         path = path / f"{datetime.date.today()}-gpu-tests.json"
-    record = Record(path, header(arguments.commit))
-    codes = []
+    record = Record(path, header(arguments.commit, arguments.workers))
+    codes = [0]
     for name in arguments.phases.split(","):
-        if arguments.limit is None or time.monotonic() - record.started < arguments.limit:
-            codes.append(run_phase(record, name, PHASES[name], arguments))
-    record.report["finished"] = len(codes) == len(arguments.phases.split(","))
+        if codes[-1] == pytest.ExitCode.INTERRUPTED or (arguments.limit and time.monotonic() - record.started > arguments.limit):
+            break
+        codes.append(run_phase(record, name, PHASES[name], arguments))
+    else:
+        record.report["finished"] = codes[-1] != pytest.ExitCode.INTERRUPTED
     record.write()
     print(f"wrote {path}")
     return max(codes)
