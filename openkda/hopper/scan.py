@@ -221,6 +221,7 @@ def scan_rows(ring, out, states, known_ptr, work, segment, HV, NS, T: gl.constex
         for n in range(first):
             S = advance(S, ring, n, 0, True, T)
             if n % 2 == 1:
+                gl.thread_barrier()  # every warp has read the decay: one thread's arrival stands for all
                 mbarrier.arrive(ring.empty.index(n // 2), count=1)
         if work.steps > 0:
             gl.store(known_ptr + work.head * NS + segment, known)
@@ -275,6 +276,7 @@ def scan_two_rows(ring, out, states, known_ptr, work, segment, HV, NS, T: gl.con
             S0 = advance(S0, ring, n, 0, True, T)
             S1 = advance(S1, ring, n, 64, True, T)
             if n % 2 == 1:
+                gl.thread_barrier()  # every warp has read the decay: one thread's arrival stands for all
                 mbarrier.arrive(ring.empty.index(n // 2), count=1)
         if work.steps > 0:
             gl.store(known_ptr + work.head * NS + segment, known)
@@ -381,6 +383,7 @@ def summary_scan(ring, states, sink, work, segment, HV, NS, T: gl.constexpr):
         if not T.kg:
             M = M * decay.load(L)
         if n % 2 == 1:
+            gl.thread_barrier()  # both warpgroups are done with the tiles: one thread's arrival stands for all
             mbarrier.arrive(ring.empty.index(b // 2), count=1)
     if work.steps > 0:
         at = segment.to(gl.int64) * HV + work.head
