@@ -13,8 +13,9 @@ from pathlib import Path
 
 import numpy as np
 
-SMOOTH = 10  # records of the training loss in one point of its curve
+SMOOTH = 60  # points of a training loss's curve, each the mean of as many records as that takes
 POINTS = 200  # of a curve in the JSON file
+STYLES = ("-", "--", ":")  # in turn, so that equal curves show
 
 
 def read(folder: Path) -> dict:
@@ -26,9 +27,9 @@ def read(folder: Path) -> dict:
 
 
 def smoothed(history: dict) -> tuple[np.ndarray, np.ndarray]:
-    """Step and training loss, means of SMOOTH records (of all, where there are fewer)."""
+    """Step and training loss, at most about SMOOTH points of each."""
     step, loss = np.asarray(history["step"]), np.asarray(history["loss"])
-    width = max(min(SMOOTH, len(step)), 1)
+    width = max(len(step) // SMOOTH, 1)
     count = len(step) // width
     return tuple(x[: count * width].reshape(count, width).mean(1) for x in (step, loss))
 
@@ -39,17 +40,19 @@ def thinned(history: dict) -> dict:
     return {name: pick(values) for name, values in history.items()}
 
 
-def plot(runs: dict[str, dict], path: Path, merit: str) -> None:
+def plot(runs: dict[str, dict], path: Path, merit: str, scale: str) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4))
-    for name, run in runs.items():
-        left.plot(*smoothed(run["history"]), linewidth=1, label=name)
-        right.plot(run["history"]["eval_step"], run["history"]["eval_value"], marker=".", linewidth=1, label=name)
+    for i, (name, run) in enumerate(runs.items()):
+        look = dict(label=name, linestyle=STYLES[i % len(STYLES)], linewidth=1.2)
+        left.plot(*smoothed(run["history"]), **look)
+        right.plot(run["history"]["eval_step"], run["history"]["eval_value"], marker=".", **look)
     for axis, label in ((left, "training loss (nats)"), (right, merit)):
+        axis.set_xscale(scale)
         axis.set_xlabel("step")
         axis.set_ylabel(label)
         axis.legend()
@@ -65,11 +68,12 @@ def main(arguments: list[str] | None = None) -> dict[str, dict]:
     parser.add_argument("--json", type=Path, default=None, help="also write summaries and thinned histories to this file")
     parser.add_argument("--commit", default=None, help="of the sources that made the runs, for the JSON file")
     parser.add_argument("--merit", default="accuracy", help="name of the figure of merit (default accuracy)")
+    parser.add_argument("--log-steps", action="store_true", help="logarithmic axis of steps, for runs of unlike length")
     options = parser.parse_args(arguments)
     if bad := [run for run in options.runs if "=" not in run]:
         parser.error(f"a run is NAME=FOLDER, got {bad[0]!r}")
     runs = {name: read(Path(folder)) for name, folder in (run.split("=", 1) for run in options.runs)}
-    plot(runs, options.picture, options.merit)
+    plot(runs, options.picture, options.merit, "log" if options.log_steps else "linear")
     if options.json:
         thin = {name: {"summary": run["summary"], "history": thinned(run["history"])} for name, run in runs.items()}
         options.json.write_text(json.dumps({"commit": options.commit, "runs": thin}))

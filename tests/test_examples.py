@@ -237,7 +237,9 @@ def test_runs_side_by_side(trained, tmp_path):
     import compare
 
     folder, summary = trained
-    compare.main([str(tmp_path / "c.png"), f"a={folder}", f"b={folder}", "--json", str(tmp_path / "c.json"), "--commit", "abc"])
+    compare.main(
+        [str(tmp_path / "c.png"), f"a={folder}", f"b={folder}", "--json", str(tmp_path / "c.json"), "--commit", "abc", "--log-steps"]
+    )
     assert (tmp_path / "c.png").read_bytes()[:4] == b"\x89PNG"
     written = json.loads((tmp_path / "c.json").read_text())
     assert written["commit"] == "abc"
