@@ -134,6 +134,7 @@ def main(arguments: list[str] | None = None) -> dict:
         "versions": f"openkda {openkda.__version__}, torch {torch.__version__}",
     }
     options.out.mkdir(parents=True, exist_ok=True)
+    keep = lambda: (options.out / "cost.json").write_text(json.dumps(report, indent=1))  # a run that is cut short keeps what it measured
     for name, kind in kinds.items():
         torch.manual_seed(0)
         config = KDAConfig(
@@ -142,10 +143,10 @@ def main(arguments: list[str] | None = None) -> dict:
             lower_bound=-5.0, num_attention_heads=options.heads, attention_head_dim=options.head_dim,
         )  # fmt: skip
         model = KDAForCausalLM(config).to(options.device)
-        speeds = [
-            {"training_tokens_per_second": training(model, n, options.train_tokens, options.device)}
-            for n in track(options.contexts if options.train_tokens else [], description=f"{name}, training")
-        ]
+        results[name] = [{"context": n} for n in options.contexts]
+        for row in track(results[name] if options.train_tokens else [], description=f"{name}, training"):
+            row["training_tokens_per_second"] = training(model, row["context"], options.train_tokens, options.device)
+            keep()
         model.zero_grad(set_to_none=True)
         model.eval()
         for part, parameter in model.named_parameters():
@@ -154,9 +155,9 @@ def main(arguments: list[str] | None = None) -> dict:
         decode = partial(decoding, model, batch=options.batch, device=options.device)
         list(decode(contexts=options.contexts[:1], decoded=3))  # compiles the kernels
         steps = decode(contexts=options.contexts, decoded=options.decoded)
-        rows = list(track(steps, total=len(options.contexts), description=f"{name}, decoding"))
-        results[name] = [row | speed for row, speed in zip(rows, speeds or [{}] * len(rows))]
-        (options.out / "cost.json").write_text(json.dumps(report, indent=1))  # a run that is cut short keeps the models before
+        for row, found in zip(results[name], track(steps, total=len(options.contexts), description=f"{name}, decoding"), strict=True):
+            row.update(found)
+            keep()
 
     plot(results, options.out / "cost.png")
     table = Table("model", "context", "decoded tokens/s", "cache MiB", "training tokens/s")
