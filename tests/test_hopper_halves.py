@@ -137,7 +137,7 @@ def worst_row(o, want):
 
 @pytest.mark.parametrize("qk_l2norm", [True, False])
 def test_the_whole_form_in_torch(qk_l2norm):
-    """Within the earned error as a whole. Right after a reset a row is its own q.k alone, which may nearly cancel: its tiles' rounding shows."""
+    """Within the earned error as a whole. Right after a reset a row is its own q.k alone; where that nearly cancels, rounding shows."""
     c = spiked(qk_l2norm=qk_l2norm)
     want, twin = c.oracle[0], c.twin[0]
     o = in_torch(c)

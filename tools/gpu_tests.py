@@ -39,14 +39,14 @@ def output(*command: str) -> str:
 def header(commit: str | None, workers: int) -> dict[str, object]:
     """Where, when and of what the results are."""
     version = lambda name: importlib.metadata.version(name) if name != "openkda" else importlib.import_module(name).__version__
-    head = output("git", "rev-parse", "HEAD")
+    head = "" if commit else output("git", "rev-parse", "HEAD")
     return dict(
         benchmark="gpu tests",
         date=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         device=torch.cuda.get_device_name(),
         driver=output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
         versions={"python": platform.python_version()} | {name: version(name) for name in PACKAGES},
-        commit=head or commit,
+        commit=commit or head,
         uncommitted_changes=bool(output("git", "status", "--porcelain", "--untracked-files=no")) if head else None,
         command=f"python tools/gpu_tests.py --workers {workers}",
     )
@@ -113,7 +113,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, default=Path("out"), help="a file, or a directory for DATE-gpu-tests.json")
     parser.add_argument("--workers", type=int, default=8, help="processes; 0 for this one alone (default 8)")
     parser.add_argument("--limit", type=float, help="start no new phase after this many seconds")
-    parser.add_argument("--commit", help="commit to record where the sources have no git history beside them")
+    parser.add_argument("--commit", help="commit to record, where the history beside the sources is not theirs or absent")
     parser.add_argument("--phases", default=",".join(PHASES), help="names of phases, with commas between")
     parser.add_argument("paths", nargs="*", default=["tests"], help="tests to choose from, the most important first (default: tests)")
     arguments = parser.parse_args()
