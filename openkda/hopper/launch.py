@@ -140,6 +140,7 @@ class Plan(NamedTuple):
 
 
 _plans: dict[tuple, Plan] = {}
+_recorded: dict[int, torch.Tensor] = {}  # segment tables that CUDA graphs read: theirs for good, however many plans come and go
 
 
 def plan(problem: Problem, config: Config, strides: Strides, kinds: Kinds, device: torch.device) -> Plan:
@@ -185,6 +186,8 @@ def forward(problem: Problem, inputs: Inputs, config: Config | None = None) -> t
     work = torch.empty(found.words, dtype=torch.float32, device=device) if found.words else None
     others += (o, final, found.tables, work)
     calls = found.bind((*addresses, beta.data_ptr(), *[0 if t is None else t.data_ptr() for t in others]))
+    if found.tables is not None and torch.cuda.is_current_stream_capturing():
+        _recorded[found.tables.data_ptr()] = found.tables
     stream = torch._C._cuda_getCurrentRawStream(device.index)
     for run, grid, rest in calls:
         run(*grid, stream, *rest)
