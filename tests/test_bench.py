@@ -310,6 +310,8 @@ def test_command_stops_at_its_limit(tmp_path):
         (["--peers", "flux"], "--peers names 'flux'"),
         (["--peers", "fla"], "'fla', which is not installed here (package fla-core)"),
         (["--device", "tpu"], "--device is 'tpu'"),
+        (["--limit", "-1"], "--limit is -1"),
+        (["--limit", "nan"], "--limit is nan"),
         (["--json", "/proc/openkda/x.json"], "cannot be written"),
     ],
 )

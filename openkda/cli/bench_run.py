@@ -44,6 +44,8 @@ def run_bench(
 
     The JSON file is written anew, whole, after every row, so that a run that is cut short keeps what it measured; the plot at the end."""
     where = _device(device)
+    if limit is not None and not limit >= 0:
+        raise BadInput(f"--limit is {limit:g}; it must be a number of seconds, at least 0")
     what = TRAINING if training else FORWARD
     names = _names("shapes", shapes, all_=what.cpu_shapes if where.type == "cpu" else what.gpu_shapes, parsed=True)
     cells = [Shape.parse(name) for name in names], _names("regimes", regimes, REGIMES), _names("gates", gates, GATES)
