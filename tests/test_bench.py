@@ -292,7 +292,7 @@ def test_command_writes_everything(tmp_path):
 
 def test_command_stops_at_its_limit(tmp_path):
     out = tmp_path / "out.json"
-    result = command("--device", "cpu", "--shapes", TOY, "--regimes", "init", "--limit", -1, "--json", out, "--plot", tmp_path / "p.png")
+    result = command("--device", "cpu", "--shapes", TOY, "--regimes", "init", "--limit", 0, "--json", out, "--plot", tmp_path / "p.png")
     assert result.exit_code == 0, result.output
     report = json.loads(out.read_text())
     assert report["rows"] == [] and report["rows_asked"] == 2
