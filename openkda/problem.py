@@ -7,6 +7,7 @@ heads, HV value heads, K key dim, V value dim, N sequences, C chunk size.
 
 from __future__ import annotations
 
+import math
 import weakref
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -222,6 +223,8 @@ def _build(
         N = cu.shape[0] - 1
     if neg and not sigmoid:
         raise fail("allow_neg_eigval", True, "False unless use_beta_sigmoid_in_kernel=True; otherwise scale beta yourself")
+    if scale is not None and not math.isfinite(scale):
+        raise fail("scale", scale, "finite, or None for K^-0.5")
     if chunk_size not in CHUNK_SIZES:
         raise fail("chunk_size", chunk_size, "one of " + ", ".join(map(str, CHUNK_SIZES)))
     state_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32

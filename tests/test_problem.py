@@ -128,6 +128,7 @@ BAD = {  # changed arguments -> what the message must say
     "cu dtype": (dict(cu_seqlens=torch.tensor([0.0, 8.0])), ["cu_seqlens's dtype", "torch.float32", "torch.int32"]),
     "backend": (dict(backend="cuda"), ["backend", "'cuda'", "hopper, portable, torch"]),
     "hopper on CPU": (dict(backend="hopper"), ["backend", "'hopper'", "compute capability 9.0"]),
+    "scale nan": (dict(scale=float("nan")), ["scale", "nan", "finite"]),
     "cp_context": (dict(cp_context=object()), ["cp_context", "object", "None"]),
 }
 WRONG_TYPE = {
