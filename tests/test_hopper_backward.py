@@ -57,6 +57,26 @@ def test_options(device, options):
     check(small("random", device, **options))
 
 
+def test_strided_inputs(device):
+    """Views of a wider projection, heads before tokens, a broadcast upstream gradient: the gradients of their copies, bit for bit."""
+    case = small("init", device, T=35)
+    plain = run(case)
+    views = Case({**case.args}, "init")
+    for name in ("q", "k", "v", "g"):
+        x = case.args[name]
+        wide = torch.cat([x, torch.full_like(x, float("nan"))], -1)[..., : x.shape[-1]]
+        views.args[name] = wide if name in ("q", "v") else x.transpose(1, 2).contiguous().transpose(1, 2)
+        assert not views.args[name].is_contiguous()
+    beta = case.args["beta"]
+    views.args["beta"] = torch.stack([beta, torch.full_like(beta, float("nan"))], -1)[..., 0]
+    views.args["initial_state"] = case.args["initial_state"].mT.contiguous().mT
+    strided = run(views)
+    assert all(torch.equal(x, strided[name]) for name, x in plain.items())
+    do = torch.ones(1, 1, 1, 1, dtype=case.args["v"].dtype, device=device).expand(case.args["v"].shape)
+    broadcast, copied = run(case, do), run(case, do.contiguous())
+    assert all(torch.equal(x, broadcast[name]) for name, x in copied.items())
+
+
 def test_ragged_batches(device):
     """Each sequence's gradients are those of the sequence alone, bit for bit; a tail outside every sequence has gradient zero."""
     lengths = (0, 1, 33, 32, 5)
