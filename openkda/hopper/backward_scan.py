@@ -1,7 +1,7 @@
 """The two scans over chunks, both with the state transposed, [rows of V, K], in fp32 accumulators (docs/backward.md, (1) and (4)).
 
     forward, from the first chunk      r = v T^T + S w^T                 S = S Diag(decay) + r kg               (w is negative)
-    reverse, from the last             dr = do Aqk + dS kg^T             dS = dS Diag(decay) + do qg + dr w
+    reverse, from the last             dr = do Aqk + dS kg^T             dS = dS Diag(decay) + do qg + dr w      dv = dr T
 
 with v, do, r, dr transposed too, [rows of V, C]. An accumulator then turns into the next product's left operand without leaving its
 registers; the right operands are the tiles of backward_prepare.py as they lie in shared memory, and v and do are transposed by the matrix
@@ -18,6 +18,7 @@ import triton.language as tl
 
 from openkda.hopper.backward_prepare import C, Prepared
 from openkda.plan import Plan
+from openkda.portable.backward_inputs import store_channels
 from openkda.portable.tile import as_rows, contiguous, load_tile, sequence_bounds
 from openkda.problem import Problem
 
@@ -66,11 +67,11 @@ def forward_steps(
 
 @triton.jit
 def reverse_steps(
-    Aqk_ptr, w_ptr, kg_ptr, qg_ptr, decay_ptr, do_ptr, do_row, do_head, dS_final_ptr, dh_ptr, dr_ptr, dS0_ptr, first, length, chunk, count,
-    n, h, vv,
+    Aqk_ptr, T_ptr, w_ptr, kg_ptr, qg_ptr, decay_ptr, do_ptr, do_row, do_head, dS_final_ptr, dh_ptr, dr_ptr, dv_ptr, dS0_ptr, first, length,
+    chunk, count, n, h, vv,
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BV: tl.constexpr, V_FIRST: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradient of every chunk's exit state, dr, and the gradient of the initial state."""
+    """Write the gradient of every chunk's exit state, dr or dv, and the gradient of the initial state."""
     rows = tl.arange(0, C)
     kk = tl.arange(0, K)
     tile = rows[:, None] * K + kk[None, :]
@@ -95,6 +96,11 @@ def reverse_steps(
         dr = tl.dot(dSb, tl.trans(kg), acc=dr).to(w.dtype)
         if dr_ptr is not None:
             tl.store(dr_ptr + entry * (C * V) + vv[:, None] * C + rows[None, :], dr)
+        if dv_ptr is not None:
+            T = tl.load(T_ptr + entry * (2 * C * C) + square)
+            rest = tl.load(T_ptr + entry * (2 * C * C) + C * C + square)
+            dv = tl.dot(dr, rest, acc=tl.dot(dr, T))
+            store_channels(dv_ptr + ((first + c * C) * HV + h) * V, dv, rows, HV * V, vv, rows < length - c * C, V, BV)
         dS = tl.dot(tl.trans(do), qg, acc=dS * decay[None, :])
         dS = tl.dot(dr, w, acc=dS)
     if dS0_ptr is not None:
@@ -108,6 +114,7 @@ def scans_kernel(
     S0_ptr, dS_final_ptr,  # [N, HV, K, V] or None
     h_ptr, dh_ptr,  # [NC, HV, V, K]: entry states, gradients of exit states
     r_ptr, dr_ptr,  # [NC, HV, V, C]
+    dv_ptr,  # [R, HV, V], or None; dr_ptr may be None too
     dS0_ptr,  # [N, HV, K, V] or None
     sequences_ptr,  # [N, 4] int32
     v_row, v_head, do_row, do_head,
@@ -121,8 +128,8 @@ def scans_kernel(
     if block < V // BV:
         vv = block * BV + tl.arange(0, BV)
         reverse_steps(
-            Aqk_ptr, w_ptr, kg_ptr, qg_ptr, decay_ptr, do_ptr, do_row, do_head, dS_final_ptr, dh_ptr, dr_ptr, dS0_ptr, first, length, chunk,
-            count, n, h, vv, HV, K, V, C, BV, V_FIRST, STAGES,
+            Aqk_ptr, T_ptr, w_ptr, kg_ptr, qg_ptr, decay_ptr, do_ptr, do_row, do_head, dS_final_ptr, dh_ptr, dr_ptr, dv_ptr, dS0_ptr, first,
+            length, chunk, count, n, h, vv, HV, K, V, C, BV, V_FIRST, STAGES,
         )  # fmt: skip
     elif TOKENS:
         vv = (block - V // BV) * BV + tl.arange(0, BV)
@@ -134,22 +141,22 @@ def scans_kernel(
 
 def both_scans(
     problem: Problem, plan: Plan, p: Prepared, v: torch.Tensor, S0: torch.Tensor | None, do: torch.Tensor,
-    dfinal_state: torch.Tensor | None, *, tokens: bool, initial_state: bool,
+    dfinal_state: torch.Tensor | None, *, tokens: bool, initial_state: bool, dv: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
     """The states of every chunk and their gradients.
 
     Args: v, do [B, T, HV, V]; S0, dfinal_state (problem.state_shape) or None for zero. tokens: return what token gradients need;
-    initial_state: return its gradient.
+    initial_state: return its gradient; dv [B, T, HV, V], contiguous: filled with the gradient of v, in place of dr.
     Returns: h, dh [NC, HV, V, K] (entry states, gradients of exit states), r, dr [NC, HV, V, C], all bf16; dS0 (problem.state_shape,
     state_dtype); None where not asked for."""
     HV, K, V, N, NC = problem.HV, problem.K, problem.V, plan.sequences.shape[0], plan.num_chunks
     new = lambda *shape: torch.empty(NC, HV, *shape, dtype=problem.dtype, device=v.device) if tokens else None
-    h, dh, r, dr = new(V, K), new(V, K), new(V, C), new(V, C)
+    h, dh, r, dr = new(V, K), new(V, K), new(V, C), new(V, C) if dv is None else None
     dS0 = torch.empty(problem.state_shape, dtype=problem.state_dtype, device=v.device) if initial_state else None
     v, do = as_rows(v), as_rows(do)
     if N:
         scans_kernel[((2 if tokens else 1) * V // BLOCK_V, HV, N)](
-            *p[:6], v, do, contiguous(S0), contiguous(dfinal_state), h, dh, r, dr, dS0, plan.sequences, v.stride(0), v.stride(1),
+            *p[:6], v, do, contiguous(S0), contiguous(dfinal_state), h, dh, r, dr, dv, dS0, plan.sequences, v.stride(0), v.stride(1),
             do.stride(0), do.stride(1), HV=HV, K=K, V=V, C=C, BV=BLOCK_V, V_FIRST=problem.state_v_first, TOKENS=tokens, STAGES=STAGES,
             num_warps=4,
         )  # fmt: skip
