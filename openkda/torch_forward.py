@@ -27,13 +27,18 @@ class Workspace:
     """What a segment of `chunks` chunks is computed in, with heads = B * HV. One allocation and one set of views, for every segment."""
 
     def __init__(self, chunks: int, B: int, HV: int, K: int, V: int, like: torch.Tensor) -> None:
-        """Buffers in the dtype and on the device of `like`."""
+        """Buffers in the dtype and on the device of `like`; what is never needed at one time shares its memory."""
         lead, flat, heads = (chunks, B, HV), chunks * B * HV, (chunks, B * HV)
-        shapes = ((2 * CHUNK, K), (CHUNK, K), (CHUNK, K), (2 * CHUNK, V), (CHUNK, V), (2 * CHUNK, CHUNK), (CHUNK, CHUNK))
+        square = (CHUNK, CHUNK)
+        shapes = ((2 * CHUNK, K), (CHUNK, K), (CHUNK, max(K, V)), (2 * CHUNK, V), (2 * CHUNK, CHUNK), square, square, (1, K))
         sizes = [flat * rows * columns for rows, columns in shapes]
         pieces = [piece.view(flat, *shape) for piece, shape in zip(like.new_empty(sum(sizes)).split(sizes), shapes)]
         self.chunks = chunks
-        self.read, self.kg, self.late, self.x, self.local, self.scores, self.Z = pieces  # [flat, rows, columns]
+        self.read, self.late, shared, self.x, self.scores, self.L, self.Z, end = pieces  # [flat, rows, columns]
+        self.G = self.late.view(-1, CHUNK, HV * K)  # in the inputs' order, gone before late is made
+        self.kg = shared.view(-1)[: flat * CHUNK * K].view(flat, CHUNK, K)
+        self.local = shared.view(-1)[: flat * CHUNK * V].view(flat, CHUNK, V)  # made when kg has been used
+        self.end = end.view(*lead, 1, K)  # exp(G_C)
         self.qd, self.kd = self.read.view(*lead, 2, CHUNK, K).unbind(3)  # [chunks, B, HV, CHUNK, K]: q exp(G), k exp(G)
         self.kg_out = self.kg.view(*lead, CHUNK, K)  # k exp(-G) / SHIFT, later kg
         self.from_state, self.v = self.x.view(*lead, 2, CHUNK, V).unbind(3)  # -qd S; v, after the serial pass v - kd S
@@ -102,10 +107,10 @@ def _prepare(work: Workspace, q: torch.Tensor, k: torch.Tensor, g: torch.Tensor,
     """What does not depend on the state, into work: read, late and Z. Returns exp(G_C), each chunk's decay [chunks, B * HV, K, 1].
 
     q, k, g [B, T, HV, K], g the log decay; beta [B, T, HV]; T whole chunks."""
-    G = by_chunk(chunk_cumsum(g, work.triangle))  # [chunks, B, HV, CHUNK, K]
+    G = by_chunk(chunk_cumsum(g, work.triangle, work.G))  # [chunks, B, HV, CHUNK, K]
     unsafe = unsafe_chunks(G)
     row = G.exp2_() if unsafe is None else exp2(G)
-    end = row[..., -1:, :]
+    end = work.end.copy_(row[..., -1:, :])
     q, k, beta = by_chunk(q), by_chunk(k), by_chunk(beta).reshape(-1, CHUNK, 1)
     torch.mul(q, row, out=work.qd)
     torch.mul(k, row, out=work.kd)
@@ -117,10 +122,10 @@ def _prepare(work: Workspace, q: torch.Tensor, k: torch.Tensor, g: torch.Tensor,
         chosen = slice(None) if len(unsafe) == len(work.scores) else unsafe  # all of them: nothing to gather
         picked = (x.flatten(0, 2)[chosen] for x in (q, k, G))
         work.scores[chosen], work.kg[chosen] = any_gate(*picked, work.scores[chosen])
-    L = work.scores[:, CHUNK:] * (beta * SHIFT)  # the solver reads the strictly lower part alone
+    L = torch.mul(work.scores[:, CHUNK:], beta * SHIFT, out=work.L)  # the solver reads the strictly lower part alone
     # The identity to the left of the inverse: half the time that it takes to the right.
     Linv = torch.linalg.solve_triangular(L, work.eye, upper=False, unitriangular=True, left=False).mul_(beta.mT)
-    torch.baddbmm(work.zero, work.scores[:, :CHUNK].tril(), Linv, beta=0, alpha=scale * SHIFT, out=work.Z)
+    torch.baddbmm(work.zero, work.scores[:, :CHUNK].tril_(), Linv, beta=0, alpha=scale * SHIFT, out=work.Z)
     torch.bmm(Linv.mT, work.kg, out=work.late)
     return end.flatten(1, 2).mT
 

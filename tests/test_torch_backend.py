@@ -47,6 +47,14 @@ def test_lengths(T):
     check(make_case("mixed", T=T, H=1, K=8, bounded=False))
 
 
+@pytest.mark.parametrize("T", [0, 32, 33])
+def test_a_batch_of_none(T):
+    case = make_case("random", T=T, H=1, K=8)
+    empty = {name: case.args[name][:0] for name in ("q", "k", "v", "g", "beta", "initial_state")}
+    o, S = chunk_kda(**case.args | empty)
+    assert o.shape == (0, T, 1, 8) and S.shape == (0, 1, 8, 8)
+
+
 def test_segments_join(monkeypatch):
     """A sequence cut into segments of one chunk_size is the sequence."""
     case = make_case("mixed", B=2, T=200, H=2, K=16)
