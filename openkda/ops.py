@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 
 from openkda import backends
@@ -10,6 +12,8 @@ from openkda.custom_ops import check_traced, chunk_kda_op, recurrent, recurrent_
 from openkda.problem import FLOAT_DTYPES, check_gate_parameters, check_lower_bound, describe, fail, meta
 from openkda.reference import activate_gate
 from openkda.serving import recurrent_in_pool
+
+_AS_IT_IS = nullcontext()
 
 
 def chunk_kda(
@@ -108,7 +112,8 @@ def chunk_kda(
     )  # fmt: skip
     name = backends.choose(problem, backend)
     if return_intermediate_states or not problem.needs_grad or name == "torch":
-        with torch.set_grad_enabled(problem.needs_grad and not return_intermediate_states):
+        grad = problem.needs_grad and not return_intermediate_states
+        with _AS_IT_IS if grad == torch.is_grad_enabled() else torch.set_grad_enabled(grad):
             o, final_state, h = backends.module(name).forward(problem, inputs)
         return (o, final_state, h) if return_intermediate_states else (o, final_state)
     return ChunkKDA.apply(problem, name, disable_recompute, inputs, *(getattr(inputs, n) for n in TENSORS))

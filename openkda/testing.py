@@ -37,15 +37,20 @@ class Case:
     regime: str
     lengths: tuple[int, ...] | None = field(default=None)
 
-    def described(self) -> tuple[Problem, Inputs]:
-        """The call as backends see it."""
+    @property
+    def arguments(self) -> dict[str, object]:
+        """Those of `describe`."""
         defaults = dict.fromkeys(("A_log", "dt_bias", "initial_state", "cu_seqlens", "cu_seqlens_cpu", "scale", "lower_bound"))
         defaults |= dict.fromkeys(
             ("use_gate_in_kernel", "safe_gate", "use_qk_l2norm_in_kernel", "use_beta_sigmoid_in_kernel", "allow_neg_eigval",
              "output_final_state", "return_intermediate_states", "state_v_first"), False,
         )  # fmt: skip
         known = signature(describe).parameters  # the rest, such as backend, says how to run the call, not what it computes
-        return describe(**{**defaults, "chunk_size": 64, **{name: value for name, value in self.args.items() if name in known}})
+        return {**defaults, "chunk_size": 64, **{name: value for name, value in self.args.items() if name in known}}
+
+    def described(self) -> tuple[Problem, Inputs]:
+        """The call as backends see it."""
+        return describe(**self.arguments)
 
     @cached_property
     def oracle(self) -> tuple[torch.Tensor, torch.Tensor]:

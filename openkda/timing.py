@@ -41,18 +41,26 @@ def eager_ms(call: Call, device: torch.device, calls: int = 20, repeats: int = 3
     return statistics.median(elapsed_ms(several, device) for _ in range(repeats)) / calls
 
 
-def host_us(call: Call, calls: int = 20, repeats: int = 5) -> float:
-    """Microseconds until a call returns, the GPU left to work: median over all calls. The device is drained between repeats, so that
-    its queue never fills."""
-    times = []
-    for _ in range(repeats):
+def host_windows_us(call: Call, calls: int = 20, seconds: float = 0.05) -> list[float]:
+    """Microseconds until a call returns, the GPU left to work: the median of each window of `calls` calls, for as many windows as fit into
+    `seconds`, at least five. The device is drained between windows, so that its queue never fills."""
+    windows = []
+    end = time.perf_counter() + seconds
+    while len(windows) < 5 or time.perf_counter() < end:
         torch.cuda.synchronize()
+        times = []
         for _ in range(calls):
             begin = time.perf_counter()
             call()
             times.append(time.perf_counter() - begin)
+        windows.append(1e6 * statistics.median(times))
     torch.cuda.synchronize()
-    return 1e6 * statistics.median(times)
+    return windows
+
+
+def host_us(call: Call, calls: int = 20, seconds: float = 0.05) -> float:
+    """The least of `host_windows_us`: what a call costs the host where nothing else slows the machine."""
+    return min(host_windows_us(call, calls, seconds))
 
 
 def graph_ms(calls: Sequence[Call], estimate_ms: float, replays: int = 5, target_ms: float = 8.0) -> float:

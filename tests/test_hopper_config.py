@@ -8,7 +8,7 @@ import torch
 
 from openkda.hopper import launch, runtime, why_not
 from openkda.hopper.compat import raw_launch
-from openkda.hopper.config import SHARED_BYTES, STEP, choose, group_bytes
+from openkda.hopper.config import COSTS, SHARED_BYTES, STEP, Cut, choose, expected, group_bytes, makespan
 from openkda.hopper.runtime import Launch, Matrix, Pointer, Ready
 from openkda.hopper.scan import DROP_BITS
 from openkda.hopper.tiles import stack_layout
@@ -53,13 +53,42 @@ def test_choice_is_pure_and_fits_the_device(problem, T, H):
             assert tiles.groups >= 2
             assert tiles.groups * group_bytes(tiles, p.gate_dtype.itemsize) < SHARED_BYTES
     if config.steps:
-        assert 1 <= config.tail <= config.steps
+        assert 1 <= config.tail <= (2 if config.forward.split == "tails" else config.steps)
 
 
 def test_lengths_choose_among_few_kernels(problem):
     for H in (4, 16, 40, 64):
         tiles = {(c.forward, c.state, c.whole) for c in (choose(problem.replace(T=T, H=H, HV=H)) for T in range(16, 70000, 517))}
         assert len(tiles) <= 4
+
+
+def test_makespan_counts_waves_and_work():
+    assert makespan([(5.0, 132)]) == 5.0 and makespan([(5.0, 133)]) == 10.0
+    assert makespan([(100.0, 1), (1.0, 132 * 300)]) == 301.0  # the long block lies beside the short ones
+    assert makespan([]) == 0.0
+
+
+def test_a_long_sequence_is_cut_as_if_it_were_alone(problem):
+    """Sixty short sequences beside a long one: the long one in about the parts it has alone, the short ones whole."""
+    lengths = (*(7 + 11 * i % 293 for i in range(60)), 16384)
+    p = problem.replace(T=sum(lengths), N=len(lengths), varlen=True, H=16, HV=16)
+    alone = choose(problem.replace(T=16384, H=16, HV=16))
+    together = choose(p, lengths)
+    assert alone.steps <= together.steps <= 2 * alone.steps and together.steps * STEP > 300
+    assert together == choose(p, tuple(reversed(lengths)))
+    unsplit, cut = (
+        expected(way, [(512, 1.0), (5, 60.0)], 16, COSTS["product"]) for way in (Cut("unsplit", "half"), Cut("summaries", "full", 64, 2))
+    )
+    assert max(cut) < unsplit[0]
+
+
+def test_unknown_lengths_may_hide_a_long_one(problem):
+    """Without lengths (CUDA graphs) a batch of a few long sequences' worth of tokens is cut where a long one would be."""
+    p = problem.replace(T=24576, N=61, varlen=True, H=16, HV=16)
+    config = choose(p)
+    assert config.steps and config.steps * STEP < 16384
+    found, _ = launch.launches(p, config, None, (torch.float32, torch.float32, torch.int64))
+    assert max(one.grid[0] for one in found[1:3]) < 2 * 24576 // (config.steps * STEP) * 16 + 1  # only what may be cut has entry states
 
 
 def test_form_of_the_scores(problem):

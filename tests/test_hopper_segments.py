@@ -20,18 +20,16 @@ BATCHES = {
 
 
 def expected(lengths, target, rows):
-    """(segments, whole) as Python lists"""
-    segments, whole, lo = [], [], 0
-    for n, length in enumerate(lengths):
+    """(segments, whole) as Python lists, the longest sequences first"""
+    segments, whole = [], []
+    for n, length in sorted(enumerate(lengths), key=lambda pair: -pair[1]):
         steps = -(-length // STEP)
         count = max(1, -(-steps // target))
-        hi, before = lo + length, len(segments)
-        cut = [min(lo + STEP * (i * steps // count), hi) for i in range(count + 1)]
-        segments += [[n, a, b, lo, hi, before, count] for a, b in pairwise(cut)]
-        whole.append([n, lo, hi, lo, hi, before, count])
-        lo = hi
-    unused = [[-1, 0, 0, 0, 0, 0, 1]] * (rows - len(segments))
-    return segments + unused, sorted(whole, key=lambda row: row[1] - row[2])  # the longest first
+        lo, before = sum(lengths[:n]), len(segments)
+        cut = [min(lo + STEP * (i * steps // count), lo + length) for i in range(count + 1)]
+        segments += [[n, a, b, lo, lo + length, before, count] for a, b in pairwise(cut)]
+        whole.append([n, lo, lo + length, lo, lo + length, before, count])
+    return segments + [[-1, 0, 0, 0, 0, 0, 1]] * (rows - len(segments)), whole
 
 
 def table(cu, T, target, device):
@@ -39,7 +37,7 @@ def table(cu, T, target, device):
     NS = N + T // (STEP * target)
     segments, whole = (torch.full((rows, TABLE), -7, dtype=torch.int32, device=device) for rows in (NS, N))
     cu = torch.tensor(cu, device=device, dtype=torch.int64)
-    table_kernel[(-(-max(NS, N) // 64),)](cu, segments, whole, N, T, target, NS, 64, num_warps=2)
+    table_kernel[(-(-N // 64),)](cu, segments, whole, N, T, target, NS, 64, num_warps=2)
     return segments[:, :7].tolist(), whole[:, :7].tolist()
 
 

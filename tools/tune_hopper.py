@@ -1,7 +1,7 @@
-"""Times every way the Hopper forward can cut a call, per shape and gate regime: the measurements behind the thresholds of
-openkda/hopper/config.py. Needs a GPU of compute capability 9.0.
+"""Measures what the choice of launches of the Hopper forward (openkda/hopper/config.py) rests on. Needs a GPU of compute capability 9.0.
 
-python tools/tune_hopper.py T8192_H64 T1024_H4 --steps 4 8 32 128
+python tools/tune_hopper.py costs                                       the numbers of `Costs`, by gate form
+python tools/tune_hopper.py T8192_H64 T1024_H4 --steps 4 8 32 128       every way to cut a call, per shape and gate regime
 """
 
 from __future__ import annotations
@@ -11,58 +11,114 @@ from collections.abc import Iterator
 
 import torch
 
-from openkda.benchmarking import GPU_SHAPES, Shape
+from openkda.benchmarking import GPU_SHAPES, Shape, make_cases
 from openkda.hopper import config as forms
 from openkda.hopper import launch
-from openkda.hopper.config import Config, base_tiles, choose
-from openkda.problem import Problem
-from openkda.testing import make_case
+from openkda.hopper.config import COSTS, Config, Costs, Cut, choose, config_of
+from openkda.problem import Inputs, Problem
 from openkda.timing import eager_ms, graph_ms
 
-BLOCKS = {"full": forms.FULL, "half": forms.HALF}
+
+def case(name: str, regime: str, gate: str) -> tuple[Problem, Inputs]:
+    """A call of the benchmark."""
+    return make_cases(Shape.parse(name), [(gate, regime)], torch.device("cuda", torch.cuda.current_device()))[0].described()
 
 
-def configurations(problem: Problem, steps: list[int]) -> Iterator[tuple[str, Config]]:
-    """(name, Config): each block shape unsplit, and each cut of `steps` with summaries, or with unsplit sequences behind the tails, of a
-    pass or of the segments themselves."""
-    state = base_tiles(problem, forms.PAIRS, outputs=False, split="state", pdl=True)
-    for name, block in BLOCKS.items():
-        yield name, Config(base_tiles(problem, block))
-        for length in steps:
-            tail = max(1, min(forms.TAIL, length // 4))
-            yield f"{name}/{length} summaries", Config(base_tiles(problem, block, split="segments", pdl=True), length, tail, state)
-            whole = base_tiles(problem, forms.HALF, split="whole", pdl=True)
-            yield f"{name}/{length} whole", Config(base_tiles(problem, block, split="segments_all", pdl=True), length, tail, state, whole)
+def config(problem: Problem, how: str, shape: str = "half", steps: int = 0, tail: int = 0) -> Config:
+    """The launches of a way to run a call."""
+    return config_of(problem, Cut(how, shape, steps, tail), (0.0, 0.0))
+
+
+def stages(problem: Problem, inputs: Inputs, chosen: Config) -> list[float]:
+    """Microseconds of each launch of a call, run by itself on what the call left behind."""
+    p, x = problem, inputs
+    kinds = (x.A_log.dtype, x.dt_bias.dtype, None if x.cu_seqlens is None else x.cu_seqlens.dtype)
+    plan = launch.plan(p, chosen, None, kinds, x.q.device)
+    o, final = torch.empty_like(x.v), torch.empty(p.state_shape, device=x.q.device)
+    work = torch.empty(max(1, plan.words), device=x.q.device)
+    tensors = (x.q, x.k, x.v, x.g, x.beta, x.A_log, x.dt_bias, x.initial_state, x.cu_seqlens, o, final, plan.tables, work)
+    calls = plan.bind(tuple(0 if t is None else t.data_ptr() for t in tensors))
+
+    def run(one: tuple) -> None:
+        start, grid, rest = one
+        start(*grid, torch._C._cuda_getCurrentRawStream(x.q.device.index), *rest)
+
+    for one in calls:
+        run(one)
+    return [1e3 * graph_ms([lambda one=one: run(one)], 0.1) for one in calls]
+
+
+def line(a: tuple[float, float], b: tuple[float, float]) -> tuple[float, float]:
+    """(slope, value at 0) through two points"""
+    slope = (b[1] - a[1]) / (b[0] - a[0])
+    return slope, a[1] - slope * a[0]
+
+
+def costs(gate: str) -> Costs:
+    """Measured on calls that fill the chip with blocks of one kind."""
+    points: dict[str, list[tuple[float, float]]] = {}
+    add = lambda name, steps, time: points.setdefault(name, []).append((steps, time))
+    for tokens in (1024, 4096):
+        for shape, heads in (("full", 128), ("half", 64)):
+            p, x = case(f"T{tokens}_H{heads}", "init", gate)
+            add(shape, tokens / 32, stages(p, x, config(p, "unsplit", shape))[0])
+    for tokens, heads, steps, tail in ((1024, 4, 1, 2), (4096, 8, 8, 2)):
+        p, x = case(f"T{tokens}_H{heads}", "random", gate)
+        add("own", steps + tail, stages(p, x, config(p, "tails", "half", steps, tail))[0])
+    for tokens in (2048, 8192):
+        p, x = case(f"T{tokens}_H16", "init", gate)
+        steps = tokens // 256
+        tails, summaries, chain, forward = stages(p, x, config(p, "summaries", "full", steps, 2))
+        add("tails", 2, tails), add("state", steps, summaries), add("entry", steps, forward), add("chain", 7, chain)
+    p, x = case("T8192_H8", "init", gate)
+    add("chain", 15, stages(p, x, config(p, "summaries", "full", 16, 2))[2])
+    p, x = case("T8192_H16", "random", gate)
+    idle = stages(p, x, config(p, "summaries", "full", 32, 2))[1]
+    (full, start), (half, half_start), (own, _), (state, summary_start), (_, entry_start), (link, _) = (
+        line(found[0], found[-1]) for found in (points[n] for n in ("full", "half", "own", "state", "entry", "chain"))
+    )
+    tail_start = points["tails"][-1][1] - 2 * state
+    return Costs(full, half, own, state, start, half_start, entry_start, tail_start, summary_start, idle, link)
+
+
+def ways(problem: Problem, steps: list[int]) -> Iterator[tuple[str, Config]]:
+    """(name, Config): each block shape unsplit, and each cut."""
+    for shape in ("full", "half"):
+        yield shape, config(problem, "unsplit", shape)
     for length in steps:
-        whole = base_tiles(problem, forms.HALF, split="whole", pdl=True)
-        yield f"own tails/{length}", Config(base_tiles(problem, forms.FULL, split="tails", pdl=True), length, 1, None, whole)
+        tail = min(forms.TAIL, length)
+        yield f"{length} summaries", config(problem, "summaries", "full", length, tail)
+        for shape in ("full", "half"):
+            yield f"{length} whole, {shape}", config(problem, "whole", shape, length, tail)
+            if length <= forms.OWN_TAIL_STEPS:
+                yield f"{length} own tails, {shape}", config(problem, "tails", shape, length, tail)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("shapes", nargs="*", default=list(GPU_SHAPES), help="names as in openkda bench")
+    parser.add_argument("shapes", nargs="*", default=list(GPU_SHAPES), help="'costs', or names as in openkda bench")
     parser.add_argument("--regimes", nargs="+", default=["random", "init"])
+    parser.add_argument("--gates", nargs="+", choices=("bounded", "softplus"), default=["bounded"])
     parser.add_argument("--steps", nargs="+", type=int, default=[4, 8, 16, 32, 64, 128], help="steps of 32 tokens in a segment")
     arguments = parser.parse_args()
+    if arguments.shapes == ["costs"]:
+        for gate, form in (("bounded", "product"), ("softplus", "halves")):
+            if gate in arguments.gates:
+                print(form, "measured", costs(gate), "in use", COSTS[form], sep="\n  ", flush=True)
+        return
     for name in arguments.shapes:
-        shape = Shape.parse(name)
-        lengths = shape.lengths if len(shape.lengths) > 1 else None
-        for regime in arguments.regimes:
-            case = make_case(
-                regime, T=sum(shape.lengths), lengths=lengths, H=shape.H, HV=shape.HV, K=shape.D, dtype=torch.bfloat16, state_v_first=True,
-                device="cuda",
-            )  # fmt: skip
-            problem, inputs = case.described()
-            times = {}
-            for label, config in (("chosen", choose(problem, max(shape.lengths))), *configurations(problem, arguments.steps)):
-                call = lambda config=config: launch.forward(problem, inputs, config)  # noqa: B023 (called before the next case)
-                call()
-                times[label] = graph_ms([call], eager_ms(call, inputs.q.device, calls=3, repeats=1))
-            best = sorted(times, key=times.get)[:4]
-            print(
-                f"{name} {regime}: chosen {times['chosen'] * 1e3:.1f} us; " + "; ".join(f"{n} {times[n] * 1e3:.1f}" for n in best),
-                flush=True,
-            )
+        lengths = Shape.parse(name).lengths
+        for gate in arguments.gates:
+            for regime in arguments.regimes:
+                problem, inputs = case(name, regime, gate)
+                times = {}
+                for label, one in (("chosen", choose(problem, lengths if problem.varlen else None)), *ways(problem, arguments.steps)):
+                    call = lambda one=one: launch.forward(problem, inputs, one)  # noqa: B023 (called before the next case)
+                    call()
+                    times[label] = graph_ms([call], eager_ms(call, inputs.q.device, calls=3, repeats=1))
+                best = sorted(times, key=times.get)[:4]
+                others = "; ".join(f"{n} {times[n] * 1e3:.1f}" for n in best)
+                print(f"{name} {gate} {regime}: chosen {times['chosen'] * 1e3:.1f} us; {others}", flush=True)
 
 
 if __name__ == "__main__":

@@ -207,7 +207,8 @@ def hopper_stages(p: Problem) -> list[Stage]:
     NS = p.N + p.T // tokens if p.varlen else p.B * -(-p.T // tokens)
     over = f"{NS} segments x {p.HV} heads"
     known = Item("known", (p.HV, NS), torch.int32)
-    entry = Item("entry", (NS, p.HV, p.V, p.K), torch.float32)
+    cut = min(NS, 2 * max(1, p.T // tokens)) if p.varlen else NS  # segments of sequences that are cut
+    entry = Item("entry", (cut, p.HV, p.V, p.K), torch.float32)
     read = (given["k"], given["v"], *gate, given["beta"], *state)
     tail = f"{STEP * config.tail} tokens before a segment"
     unsplit = f"{p.N} sequences x {p.HV} heads x {p.V // (config.whole or config.forward).R}"

@@ -4,8 +4,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from math import prod
 
 import torch
 
@@ -84,52 +87,157 @@ def group_bytes(tiles: Tiles, gate_bytes: int) -> int:
 
 
 MULTIPROCESSORS = 132
-SUMMARY_HEADS = 32  # rows of work up to which summaries beat running a sequence unsplit, where tails do not suffice
-SHORT = 32  # steps up to which a sequence is better run unsplit than summarised
-OWN_TAIL_STEPS = 4  # short sequences are cut where segments become so short; each begins with its own tail
-LONG = 128  # steps from which sequences are cut although what tails do not serve runs unsplit: the pass over the tails costs 16 us
 TAIL = 2  # most steps of a tail: 64 tokens
+OWN_TAIL_STEPS = 8  # longest segments that begin with their own tail
+PARTS = (2, 3, 4, 5, 6, 8, 11, 12, 16, 22, 24, 32)  # into how many segments the longest sequence may be cut
+SAMPLE = 64  # lengths that stand for all of a larger batch in the choice
 WORKSPACE = 512 * 2**20  # bytes that entry states and summaries may take
 
 
-def segments_per_sequence(rows: int, steps: int) -> int:
-    """Into how many segments sequences of `steps` steps are cut, `rows` of them times heads being in flight."""
-    parts = max(1, MULTIPROCESSORS // rows)
-    if rows > SUMMARY_HEADS:
-        return parts if steps >= LONG else 1
-    if steps > SHORT:
-        # A link of the chain of summaries takes a third of what a step takes in the passes before and after it.
-        return min(parts, round((3 * steps) ** 0.5))
-    parts = min(parts, steps)
-    return parts if steps > SHORT // 2 and -(-steps // parts) <= OWN_TAIL_STEPS else 1
+@dataclass(frozen=True)
+class Costs:
+    """What the choice knows of the kernels: microseconds on an H200, most multiprocessors at work (tools/tune_hopper.py measures them).
+    A block takes a start and so much a step."""
+
+    full: float  # a step of the forward, all of V in a block
+    half: float  # V in two
+    own: float  # of the forward with its own tail
+    state: float  # of the state-only passes
+    start: float = 10.0
+    half_start: float = 6.0
+    entry_start: float = 14.0  # of a forward block that reads its entry state
+    tail_start: float = 8.0  # of the pass over the tails
+    summary_start: float = 18.0  # of the pass over segments, which writes (b, M)
+    idle: float = 3.0  # a launch whose blocks leave at once, per wave of them
+    link: float = 1.6  # a link of the chain of summaries
+    gap: float = 4.0  # between a forward with own tails and what serves the rest
+
+    def slower(self, factor: float) -> Costs:
+        """The same with all steps slower."""
+        return replace(self, **{name: factor * getattr(self, name) for name in ("full", "half", "own", "state")})
+
+
+PRODUCT = Costs(full=2.05, half=1.47, own=2.6, state=2.6)
+COSTS = {"product": PRODUCT, "halves": PRODUCT.slower(1.3), "levels": PRODUCT.slower(3.0)}
+WORTH = 0.95  # of the time of an unsplit run: what a cut must promise
+
+
+def makespan(blocks: list[tuple[float, float]]) -> float:
+    """Time that blocks, (time, how many) by falling time, need on the whole chip: a lower bound that blocks started in this order meet
+    closely, one block a multiprocessor."""
+    bound = work = count = 0.0
+    for time, copies in blocks:
+        work += time * copies
+        count += copies
+        bound = max(bound, time * -(-count // MULTIPROCESSORS))  # so many equal blocks at least
+    return max(bound, work / MULTIPROCESSORS)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A way to run a batch."""
+
+    how: str  # "unsplit"; "tails": own tails, else unsplit; "summaries", "whole": a pass over tails, else summaries or unsplit
+    shape: str  # blocks of what runs unsplit: "full" or "half"
+    steps: int = 0  # of a segment at most, 0: not cut
+    tail: int = 0  # steps of the tails before segments
+
+
+Batch = Sequence[tuple[int, float]]  # (steps, how many sequences) by falling steps
+
+
+def expected(cut: Cut, batch: Batch, HV: int, costs: Costs) -> tuple[float, float]:
+    """Microseconds where tails give all entry states, and where they give none."""
+    c = costs
+
+    def forward(blocks: Iterable[tuple[float, float]], step: float = c.full, start: float = c.start) -> float:
+        return makespan([(start + step * n, copies * HV) for n, copies in blocks])
+
+    def unsplit(blocks: Batch) -> float:
+        if cut.shape == "full":
+            return forward(blocks)
+        return makespan([(c.half_start + c.half * n, copies * 2 * HV) for n, copies in blocks])
+
+    def idle(blocks: Batch) -> float:
+        return c.idle * -(-sum(copies for _, copies in blocks) * HV // MULTIPROCESSORS)
+
+    if cut.how == "unsplit":
+        time = unsplit(batch)
+        return time, time
+    long, short = ([x for x in batch if (x[0] > cut.steps) == above] for above in (True, False))
+    parts = [-(-n // cut.steps) for n, _ in long]
+    pieces = [(-(-n // k), copies * k) for (n, copies), k in zip(long, parts)]
+    if cut.how == "tails":
+        first = max(forward([(n + cut.tail, copies) for n, copies in pieces], c.own), forward(short))
+        return first + c.gap + c.idle, first + c.gap + unsplit(long)  # a block whose tail fails still drains its tiles
+    inner = [(n, copies * (k - 1) / k * HV) for (n, copies), k in zip(pieces, parts)]  # all segments but the last of each sequence
+    tails = makespan([(c.tail_start + c.state * cut.tail, copies) for _, copies in inner])
+    every = forward(sorted(pieces + short, reverse=True), start=c.entry_start)
+    if cut.how == "whole":
+        return tails + idle(long) + every, tails + unsplit(long) + max(forward(short), idle(pieces))
+    summaries = makespan([(c.summary_start + c.state * n, copies) for n, copies in inner])
+    chain = c.idle + c.link * (max(parts, default=1) - 1)
+    return tails + 2 * c.idle + every, tails + summaries + chain + every
+
+
+def batches(problem: Problem, lengths: tuple[int, ...] | None) -> list[Batch]:
+    """What the batch may be. One guess where lengths are known or all the same, else two: that they are, and that one sequence holds half
+    of the tokens."""
+    p = problem
+    steps = lambda tokens: max(1, -(-tokens // STEP))
+    if lengths is None:
+        tokens = -(-p.T // p.N) if p.varlen and p.N else p.T
+        even = [(steps(tokens), max(1, p.N))]
+        return [even] if not p.varlen or p.N < 2 else [even, [(steps(p.T // 2), 1), (steps(p.T // (2 * p.N)), p.N - 1)]]
+    found = sorted(map(steps, lengths), reverse=True) or [1]
+    every = -(-len(found) // SAMPLE)
+    return [[(n, copies * len(found) / len(found[::every])) for n, copies in Counter(found[::every]).items()]]
 
 
 @lru_cache(maxsize=1024)
-def choose(problem: Problem, longest: int | None = None) -> Config:
-    """The launches of a problem whose longest sequence has `longest` tokens (None: all have the same).
+def choose(problem: Problem, lengths: tuple[int, ...] | None = None) -> Config:
+    """The launches of a problem whose sequences have `lengths` tokens (None: the host does not know them, or they are all the same).
 
     Where sequences times heads do not fill the chip, sequences are cut. Which of the prepared ways a head takes, the device decides: its
-    segments at once where tails give their entry states, else from summaries, or unsplit."""
+    segments at once where tails give their entry states, else from summaries, or unsplit. Taken is the cut of least expected time, the
+    geometric mean of where tails suffice and where they do not."""
     p = problem
-    total = -(-p.B * p.T // STEP)
-    steps = max(1, -(-(p.T if longest is None and not p.varlen else longest or -(-p.T // max(p.N, 1))) // STEP))
-    rows = max(1, -(-total // steps)) * p.HV
-    parts = segments_per_sequence(rows, steps) if p.K == p.V == 128 else 1
-    length = -(-steps // parts)
-    summaries = rows <= SUMMARY_HEADS and steps > SHORT
-    bound = (p.N + total // length) * p.HV * p.K * p.V * 4 * (3 if summaries else 1)
-    unsplit = HALF if p.V == 64 or rows <= MULTIPROCESSORS // 2 else FULL
-    if parts == 1 or bound > WORKSPACE:
-        blocks = "64 rows of V a block" if unsplit is HALF else "one block a head"
-        return Config(base_tiles(p, unsplit), reason=f"{rows} heads times sequences, {steps} steps: unsplit, {blocks}")
-    tail = max(1, min(TAIL, length // 4))
+    guesses = batches(p, lengths)
+    longest = max(batch[0][0] for batch in guesses)
+    costs = COSTS[base_tiles(p, FULL).form]
+    shapes = ("half",) if p.V == 64 else ("full", "half")
+    found = [Cut("unsplit", shape) for shape in shapes]
+    if p.K == p.V == 128:
+        for steps in dict.fromkeys(-(-longest // parts) for parts in PARTS if parts <= longest):
+            # A bounded gate that forgets at all does so in 32 tokens; one of softplus form in 64.
+            tail = max(1, min(TAIL, steps // 4)) if p.bounded else TAIL
+            if steps <= OWN_TAIL_STEPS:
+                found += [Cut("tails", shape, steps, tail) for shape in shapes]
+            tail = min(tail, steps)
+            found += [Cut("whole", shape, steps, tail) for shape in shapes]
+            if 3 * (p.N + p.B * p.T // (STEP * steps)) * p.HV * p.K * p.V * 4 <= WORKSPACE:
+                found.append(Cut("summaries", "full", steps, tail))
+    times = {cut: [expected(cut, batch, p.HV, costs) for batch in guesses] for cut in found}
+    worth = {cut: prod(time * (WORTH if cut.how == "unsplit" else 1.0) for pair in times[cut] for time in pair) for cut in found}
+    best = min(found, key=worth.__getitem__)
+    return config_of(p, best, times[best][0])
+
+
+def config_of(problem: Problem, cut: Cut, times: tuple[float, float]) -> Config:
+    """The launches of a cut, for which `times` are expected."""
+    p = problem
+    unsplit = FULL if cut.shape == "full" else HALF
+    blocks = "one block a head" if unsplit is FULL else "64 rows of V a block"
+    fast, slow = times
+    if cut.how == "unsplit":
+        return Config(base_tiles(p, unsplit), reason=f"unsplit, {blocks}: about {slow:.0f} us")
     whole = base_tiles(p, unsplit, split="whole", pdl=True)
-    if steps <= SHORT:
-        reason = f"{rows} heads times sequences, {steps} steps: {parts} segments, each from its own tail where that suffices, else unsplit"
-        return Config(base_tiles(p, FULL, split="tails", pdl=True), length, tail, None, whole, reason)
     state = base_tiles(p, PAIRS, outputs=False, split="state", pdl=True)
-    if summaries:
-        reason = f"{rows} heads times sequences, {steps} steps: {parts} segments, entry states from tails or summaries"
-        return Config(base_tiles(p, FULL, split="segments", pdl=True), length, tail, state, None, reason)
-    reason = f"{rows} heads times sequences, {steps} steps: {parts} segments where tails give the entry states, else unsplit"
-    return Config(base_tiles(p, FULL, split="segments_all", pdl=True), length, tail, state, whole, reason)
+    split, where, otherwise = {
+        "tails": ("tails", "each from its own tail", f"unsplit, {blocks}"),
+        "whole": ("segments_all", "entry states from a pass over tails", f"unsplit, {blocks}"),
+        "summaries": ("segments", "entry states from a pass over tails", "from summaries"),
+    }[cut.how]
+    reason = f"segments of {cut.steps} steps, {where}, about {fast:.0f} us where those suffice; else {otherwise}, {slow:.0f} us"
+    first = base_tiles(p, FULL, split=split, pdl=True)
+    return Config(first, cut.steps, cut.tail, None if cut.how == "tails" else state, None if cut.how == "summaries" else whole, reason)

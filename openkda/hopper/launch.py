@@ -62,7 +62,10 @@ def launches(problem: Problem, config: Config, strides: Strides, kinds: Kinds) -
     R, sizes = p.B * p.T, (p.H * K, p.H * K, HV * V, HV * K)
     steps = strides or sizes
     target = config.steps or max(1, p.T)
-    NS = p.N + p.T // (STEP * target) if p.varlen else len(fixed_rows(p.B, p.T, target))
+    fits = max(1, p.T // (STEP * target))  # a ragged batch holds no more sequences of more than `target` steps, and no more cuts
+    NS = p.N + fits if p.varlen else len(fixed_rows(p.B, p.T, target))
+    cut = min(p.N, fits) if p.varlen else p.N  # sequences that may be cut, the first ones of the tables,
+    inner = min(NS, 2 * fits) if p.varlen else NS  # and their segments
     found: list[Launch] = []
     work = 0
 
@@ -76,7 +79,7 @@ def launches(problem: Problem, config: Config, strides: Strides, kinds: Kinds) -
     split, whole = (Pointer(place[0], torch.int32, place[1] + 4 * TABLE * rows) for rows in (0, NS))
     if p.varlen:
         args = (Pointer(CU, kinds[2]), split, whole, p.N, p.T, target, NS)
-        found.append(Launch(segments.table_kernel, (-(-max(NS, p.N) // 64), 1, 1), args, (64,), 2))
+        found.append(Launch(segments.table_kernel, (-(-p.N // 64), 1, 1), args, (64,), 2))
 
     matrix = lambda operand, rows, columns: Matrix(
         operand, p.gate_dtype if operand == G else p.dtype, R, sizes[operand], steps[operand], rows, columns
@@ -101,23 +104,23 @@ def launches(problem: Problem, config: Config, strides: Strides, kinds: Kinds) -
     known = Pointer(WORK, torch.int32, take(4 * NS * HV))
     if config.forward.split == "tails":
         found.append(forward(config.forward, split, NS, None, known))
-        return [*found, forward(config.whole, whole, p.N, None, known)], work
+        return [*found, forward(config.whole, whole, cut, None, known)], work
     state, chained = config.state, config.whole is None
-    entry = Pointer(WORK, torch.float32, take(4 * NS * HV * K * V))
-    summary = Pointer(WORK, torch.float32, take(8 * NS * HV * K * V)) if chained else entry  # without summaries nothing is written there
+    entry = Pointer(WORK, torch.float32, take(4 * inner * HV * K * V))
+    summary = Pointer(WORK, torch.float32, take(8 * inner * HV * K * V)) if chained else entry  # without summaries nothing is written there
 
     def pass_of_states(tail: int) -> Launch:
         args = (k, matrix(V_, BLOCK, V), g, beta, A_log, dt_bias, initial, entry, summary, known, split, HV, p.group, NS, tail, bound)
         # Where there are two passes, neither is a dependent launch, so that both are one compiled kernel.
-        return Launch(prefill.state_kernel, (NS * HV, 1, 1), args, (state,), state.scan_warps, state.pdl and not chained)
+        return Launch(prefill.state_kernel, (inner * HV, 1, 1), args, (state,), state.scan_warps, state.pdl and not chained)
 
     found.append(pass_of_states(config.tail))
     if chained:
         found.append(pass_of_states(0))
         args = (summary, entry, known, whole, HV, NS)
-        found.append(Launch(segments.combine_kernel, (p.N, HV, V // BLOCK), args, (K, V, BLOCK, state.pdl), 4, state.pdl))
+        found.append(Launch(segments.combine_kernel, (cut, HV, V // BLOCK), args, (K, V, BLOCK, state.pdl), 4, state.pdl))
     else:
-        found.append(forward(config.whole, whole, p.N, None, known))
+        found.append(forward(config.whole, whole, cut, None, known))
     return [*found, forward(config.forward, split, NS, entry, known)], work
 
 
@@ -139,7 +142,8 @@ class Plan(NamedTuple):
         return found
 
 
-_plans: dict[tuple, Plan] = {}
+_plans: dict[tuple, Plan] = {}  # by what kernels and tables depend on
+_calls: dict[tuple, Plan] = {}  # the same by what a call gives, without the choice between
 _recorded: dict[int, torch.Tensor] = {}  # segment tables that CUDA graphs read: theirs for good, however many plans come and go
 
 
@@ -153,39 +157,52 @@ def plan(problem: Problem, config: Config, strides: Strides, kinds: Kinds, devic
     return Plan(load(found, device.index), size // 4, tables, {})
 
 
-def forward(problem: Problem, inputs: Inputs, config: Config | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """o [B, T, HV, V] and final_state (None unless asked for), by `config` (default: what `choose` says)"""
-    p, x = problem, inputs
-    q, k, v, g = x.q, x.k, x.v, x.g
-    device, lengths = q.device, x.lengths
-    filled = not p.varlen or (lengths is not None and sum(lengths) == p.T)
-    o = (torch.empty if filled else torch.zeros)(v.shape, dtype=p.dtype, device=device)
-    final = torch.empty(p.state_shape, dtype=p.state_dtype, device=device) if p.output_final_state else None
-    if p.N == 0:
-        return o, final
-    if p.B * p.T == 0:
-        if final is not None:
-            final.copy_(x.initial_state) if x.initial_state is not None else final.zero_()
-        return o, final
-    strides = None
-    addresses = (q.data_ptr(), k.data_ptr(), v.data_ptr(), g.data_ptr())
-    aligned = not (addresses[0] | addresses[1] | addresses[2] | addresses[3]) % 16
-    if not (aligned and q.is_contiguous() and k.is_contiguous() and v.is_contiguous() and g.is_contiguous()):
-        (q, k, v, g), strides = zip(*map(packed_rows, (q, k, v, g)))
-        addresses = (q.data_ptr(), k.data_ptr(), v.data_ptr(), g.data_ptr())
-    longest = max(lengths) if lengths else None
-    others = [None if t is None else dense(t) for t in (x.A_log, x.dt_bias, x.initial_state, x.cu_seqlens)]
-    kinds = tuple(None if others[i] is None else others[i].dtype for i in (0, 1, 3))
-    key = (p, config, longest, strides, kinds, device.index)
+def planned(problem: Problem, config: Config, *rest: object) -> Plan:
+    """The plan of a call, kept: batches of many lengths share few"""
+    key = (problem, config, *rest)
     found = _plans.get(key)
     if found is None:
         if len(_plans) >= 1024:
             _plans.clear()
-        found = _plans[key] = plan(p, config or choose(p, longest), strides, kinds, device)
-    beta = x.beta if x.beta.is_contiguous() else x.beta.contiguous()
-    work = torch.empty(found.words, dtype=torch.float32, device=device) if found.words else None
-    others += (o, final, found.tables, work)
-    calls = found.bind((*addresses, beta.data_ptr(), *[0 if t is None else t.data_ptr() for t in others]))
+        found = _plans[key] = plan(*key)
+    return found
+
+
+def forward(problem: Problem, inputs: Inputs, config: Config | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """o [B, T, HV, V] and final_state (None unless asked for), by `config` (default: what `choose` says)"""
+    p, x = problem, inputs
+    v, beta, initial = x.v, x.beta, x.initial_state
+    filled = not p.varlen or (x.lengths is not None and sum(x.lengths) == p.T)
+    o = (torch.empty_like if filled else torch.zeros_like)(v, memory_format=torch.contiguous_format)
+    final = v.new_empty(p.state_shape, dtype=p.state_dtype) if p.output_final_state else None
+    if p.N == 0:
+        return o, final
+    if p.B * p.T == 0:
+        if final is not None:
+            final.copy_(initial) if initial is not None else final.zero_()
+        return o, final
+    strides = None
+    tiles = (x.q, x.k, v, x.g)
+    others = (x.A_log, x.dt_bias, initial, x.cu_seqlens)
+    addresses = [t.data_ptr() for t in tiles]
+    if (addresses[0] | addresses[1] | addresses[2] | addresses[3]) % 16 or False in [t.is_contiguous() for t in tiles]:
+        tiles, strides = zip(*map(packed_rows, tiles))
+        addresses = [t.data_ptr() for t in tiles]
+    if not beta.is_contiguous():
+        beta = beta.contiguous()
+    others = [None if t is None else dense(t) for t in others]
+    A_log, dt_bias, initial, cu = others
+    kinds = (A_log if A_log is None else A_log.dtype, dt_bias if dt_bias is None else dt_bias.dtype, cu if cu is None else cu.dtype)
+    device = v.device
+    key = (p, x.lengths if config is None else config, strides, kinds, device)
+    found = _calls.get(key)
+    if found is None:
+        if len(_calls) >= 4096:
+            _calls.clear()
+        found = _calls[key] = planned(p, config or choose(p, x.lengths), strides, kinds, device)
+    work = v.new_empty(found.words, dtype=torch.float32) if found.words else None
+    more = (beta, A_log, dt_bias, initial, cu, o, final, found.tables, work)
+    calls = found.bind((*addresses, *[0 if t is None else t.data_ptr() for t in more]))
     if found.tables is not None and torch.cuda.is_current_stream_capturing():
         _recorded[found.tables.data_ptr()] = found.tables
     stream = torch._C._cuda_getCurrentRawStream(device.index)

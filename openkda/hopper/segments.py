@@ -24,45 +24,48 @@ COLUMNS = tl.constexpr(8)  # of the segment table
 
 @triton.jit(do_not_specialize=["N", "T", "target", "NS"])
 def table_kernel(cu_ptr, segments_ptr, whole_ptr, N, T, target, NS, BS: tl.constexpr):
-    """Segment tables of a ragged batch: `segments` [NS, 8] with at most `target` steps a segment, `whole` [N, 8] one segment a sequence,
-    by falling length.
+    """Segment tables of a ragged batch: `segments` [NS, 8] with at most `target` steps a segment, `whole` [N, 8] one segment a sequence.
+    Both hold the sequences by falling length, so those that are cut come first and the last blocks to start are short.
 
-    cu_ptr [N + 1] int32 or int64. Grid (ceil(max(NS, N) / BS),): a program writes BS rows of both. Each walks all sequences, one scalar
+    cu_ptr [N + 1] int32 or int64. Grid (ceil(N / BS),): a program writes the rows of BS sequences. Each walks all sequences, one scalar
     step apiece: sums over [BS, N] comparisons took 9 us for four sequences. A fall of cu_seqlens counts as an empty sequence."""
-    s = tl.program_id(0) * BS + tl.arange(0, BS)
-    none = tl.zeros([BS], tl.int32)
-    sequence, first, stop, before, count = none - 1, none, none, none, none + 1
-    whole_first, whole_stop, whole_before, whole_count = none, none, none, none + 1
-    total = 0
-    lo = tl.minimum(tl.maximum(tl.load(cu_ptr), 0), T).to(tl.int32)
+    n = tl.program_id(0) * BS + tl.arange(0, BS)
+    first = tl.zeros([BS], tl.int32)
+    stop = first
+    start = tl.minimum(tl.maximum(tl.load(cu_ptr), 0), T).to(tl.int32)
+    lo = start
     ahead = tl.load(cu_ptr + 1, mask=N > 0, other=0)
-    for n in range(N):
+    for m in range(N):
         hi = tl.maximum(tl.minimum(ahead, T).to(tl.int32), lo)
-        ahead = tl.load(cu_ptr + n + 2, mask=n + 2 <= N, other=0)
+        ahead = tl.load(cu_ptr + m + 2, mask=m + 2 <= N, other=0)
+        first, stop = tl.where(n == m, lo, first), tl.where(n == m, hi, stop)
+        lo = hi
+    rank = tl.zeros([BS], tl.int32)  # of the sequence by length
+    before = rank  # segments of the sequences before it in that order
+    total = 0
+    lo = start
+    ahead = tl.load(cu_ptr + 1, mask=N > 0, other=0)
+    for m in range(N):
+        hi = tl.maximum(tl.minimum(ahead, T).to(tl.int32), lo)
+        ahead = tl.load(cu_ptr + m + 2, mask=m + 2 <= N, other=0)
         parts = tl.maximum(((hi - lo + 31) // 32 + target - 1) // target, 1)
-        mine = (s >= total) & (s < total + parts)
-        sequence, first, stop = tl.where(mine, n, sequence), tl.where(mine, lo, first), tl.where(mine, hi, stop)
-        before, count = tl.where(mine, total, before), tl.where(mine, parts, count)
-        own = s == n
-        whole_first, whole_stop = tl.where(own, lo, whole_first), tl.where(own, hi, whole_stop)
-        whole_before, whole_count = tl.where(own, total, whole_before), tl.where(own, parts, whole_count)
+        sooner = (hi - lo > stop - first) | ((hi - lo == stop - first) & (m < n))
+        rank += sooner.to(tl.int32)
+        before += tl.where(sooner, parts, 0)
         total += parts
         lo = hi
-    rank = none  # of sequence s by length: long sequences come first, so that their blocks start first
-    lo = tl.minimum(tl.maximum(tl.load(cu_ptr), 0), T).to(tl.int32)
-    ahead = tl.load(cu_ptr + 1, mask=N > 0, other=0)
-    length = whole_stop - whole_first
-    for n in range(N):
-        hi = tl.maximum(tl.minimum(ahead, T).to(tl.int32), lo)
-        ahead = tl.load(cu_ptr + n + 2, mask=n + 2 <= N, other=0)
-        rank += ((hi - lo > length) | ((hi - lo == length) & (n < s))).to(tl.int32)
-        lo = hi
-    _store_row(whole_ptr, rank, s < N, s, whole_first, whole_stop, whole_first, whole_stop, whole_before, whole_count)
     steps = (stop - first + 31) // 32
-    i = s - before
-    begin = tl.minimum(first + 32 * (i * steps // count), stop)
-    end = tl.minimum(first + 32 * ((i + 1) * steps // count), stop)
-    _store_row(segments_ptr, s, s < NS, sequence, begin, end, first, stop, before, count)
+    count = tl.maximum((steps + target - 1) // target, 1)
+    _store_row(whole_ptr, rank, n < N, n, first, stop, first, stop, before, count)
+    for i in range(tl.max(tl.where(n < N, count, 0), 0)):
+        begin = first + 32 * (i * steps // count)
+        end = tl.minimum(first + 32 * ((i + 1) * steps // count), stop)
+        _store_row(segments_ptr, before + i, (n < N) & (i < count), n, begin, end, first, stop, before, count)
+    if tl.program_id(0) == 0:
+        none = tl.zeros([BS], tl.int32)
+        for s in range(total, NS, BS):
+            row = s + tl.arange(0, BS)
+            _store_row(segments_ptr, row, row < NS, none - 1, none, none, none, none, none, none + 1)
 
 
 @triton.jit
