@@ -89,6 +89,7 @@ def main(
     threads: int = typer.Option(2, help="torch threads"),
     long: int = typer.Option(16384, help="tokens of the memory measurement; 0: none"),
     json_dir: Path | None = typer.Option(None, "--json", help="write <date>-cpu.json into this directory"),  # noqa: B008
+    commit: str | None = typer.Option(None, help="commit to record where the sources have no git history beside them"),
 ) -> None:
     """Time the torch backend beside the token recurrence on this CPU."""
     torch.set_num_threads(threads)
@@ -122,12 +123,13 @@ def main(
         )
         git = lambda *args: subprocess.run(["git", *args], capture_output=True, text=True).stdout.strip()
         record = dict(
-            benchmark="cpu", date=date, device=f"{processor} {platform.machine()}, {threads} threads", commit=git("rev-parse", "HEAD"),
-            uncommitted_changes=bool(git("status", "--porcelain", "--untracked-files=no", "--", "openkda")),
+            benchmark="cpu", date=date, device=f"{processor} {platform.machine()}, {threads} threads",
+            commit=commit or git("rev-parse", "HEAD"),
+            uncommitted_changes=None if commit else bool(git("status", "--porcelain", "--untracked-files=no", "--", "openkda")),
             load_average=os.getloadavg(),  # of the machine after the run: other work stretches every wait between two threads
             real_time_priority=os.sched_getscheduler(0) == os.SCHED_FIFO,
             versions=dict(openkda=openkda.__version__, torch=torch.__version__, python=platform.python_version()),
-            command=" ".join(["python", *sys.argv]), rows=rows, memory=memory,
+            command=" ".join(["python", *sys.argv]), processors=sorted(os.sched_getaffinity(0)), rows=rows, memory=memory,
         )  # fmt: skip
         json_dir.mkdir(parents=True, exist_ok=True)
         (json_dir / f"{date}-cpu.json").write_text(json.dumps(record, indent=1) + "\n")
