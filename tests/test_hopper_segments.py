@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from openkda.hopper.config import STEP
-from openkda.hopper.launch import TABLE
+from openkda.hopper.launch import TABLE, TABLE_ROWS
 from openkda.hopper.segments import combine_kernel, table_kernel
 from openkda.portable.forward import interpreted
 
@@ -37,7 +37,7 @@ def table(cu, T, target, device):
     NS = N + T // (STEP * target)
     segments, whole = (torch.full((rows, TABLE), -7, dtype=torch.int32, device=device) for rows in (NS, N))
     cu = torch.tensor(cu, device=device, dtype=torch.int64)
-    table_kernel[(-(-N // 64),)](cu, segments, whole, N, T, target, NS, 64, num_warps=2)
+    table_kernel[(-(-N // TABLE_ROWS),)](cu, segments, whole, N, T, target, NS, TABLE_ROWS, num_warps=4)
     return segments[:, :7].tolist(), whole[:, :7].tolist()
 
 
@@ -82,7 +82,15 @@ def test_chain_of_summaries(known, device):
             expected[s + 1, h] = state
     entry, flags, summary = (x.to(device) for x in (entry, flags, summary))
     whole = torch.tensor([[0, 0, 320, 0, 320, 0, S, 0]], dtype=torch.int32, device=device)
+    if known == (2,):  # three sequences for one program: that one twice, and one that is not cut
+        N, flags = 3, flags.repeat(1, 2)
+        entry, summary = torch.cat((entry, entry)), torch.cat((summary, summary))
+        whole = torch.cat((whole, whole, whole))
+        whole[1, 5], whole[2, 6] = S, 1
     assert interpreted() or device.type == "cuda"  # importing it also repairs the interpreter's bf16
-    combine_kernel[(N, HV, K // 16)](summary, entry, flags, whole, HV, S, K, K, 16, False, num_warps=4)
+    combine_kernel[(1, HV, K // 16)](summary, entry, flags, whole, HV, flags.shape[1], N, K, K, 16, False, num_warps=4)
+    if N > 1:
+        assert torch.equal(entry[1:S], entry[S + 1 :])
+        entry = entry[:S]
     error = (entry[1:].double().cpu() - expected[1:]).norm() / expected[1:].norm()
     assert error < 2e-5

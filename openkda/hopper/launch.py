@@ -10,11 +10,12 @@ from typing import NamedTuple
 import torch
 
 from openkda.hopper import prefill, segments
-from openkda.hopper.config import BLOCK, STEP, Config, Tiles, choose
+from openkda.hopper.config import BLOCK, MULTIPROCESSORS, STEP, Config, Tiles, choose
 from openkda.hopper.runtime import Launch, Matrix, Pointer, Ready, load
 from openkda.problem import Inputs, Problem
 
 TABLE = 8  # columns of the segment table
+TABLE_ROWS = 32  # sequences of a program that makes one
 Q, K_, V_, G, BETA, A_LOG, DT_BIAS, INITIAL, CU, O, FINAL, TABLES, WORK = range(13)  # the operands of a call
 
 
@@ -79,7 +80,7 @@ def launches(problem: Problem, config: Config, strides: Strides, kinds: Kinds) -
     split, whole = (Pointer(place[0], torch.int32, place[1] + 4 * TABLE * rows) for rows in (0, NS))
     if p.varlen:
         args = (Pointer(CU, kinds[2]), split, whole, p.N, p.T, target, NS)
-        found.append(Launch(segments.table_kernel, (-(-p.N // 64), 1, 1), args, (64,), 2))
+        found.append(Launch(segments.table_kernel, (-(-p.N // TABLE_ROWS), 1, 1), args, (TABLE_ROWS,), 4))
 
     matrix = lambda operand, rows, columns: Matrix(
         operand, p.gate_dtype if operand == G else p.dtype, R, sizes[operand], steps[operand], rows, columns
@@ -117,8 +118,9 @@ def launches(problem: Problem, config: Config, strides: Strides, kinds: Kinds) -
     found.append(pass_of_states(config.tail))
     if chained:
         found.append(pass_of_states(0))
-        args = (summary, entry, known, whole, HV, NS)
-        found.append(Launch(segments.combine_kernel, (cut, HV, V // BLOCK), args, (K, V, BLOCK, state.pdl), 4, state.pdl))
+        args = (summary, entry, known, whole, HV, NS, cut)
+        abreast = min(cut, -(-MULTIPROCESSORS * BLOCK // (HV * V)))  # a program takes a multiprocessor's shared memory
+        found.append(Launch(segments.combine_kernel, (abreast, HV, V // BLOCK), args, (K, V, BLOCK, state.pdl), 4, state.pdl))
     else:
         found.append(forward(config.whole, whole, cut, None, known))
     return [*found, forward(config.forward, split, NS, entry, known)], work

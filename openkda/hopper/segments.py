@@ -22,38 +22,46 @@ DROP_BITS = tl.constexpr(40.0)
 COLUMNS = tl.constexpr(8)  # of the segment table
 
 
+@triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b)
+
+
+@triton.jit
+def _bound(cu_ptr, i, N, T):
+    """cu_seqlens[i] within [0, T]"""
+    return tl.minimum(tl.maximum(tl.load(cu_ptr + i, mask=i <= N, other=0), 0), T).to(tl.int32)
+
+
 @triton.jit(do_not_specialize=["N", "T", "target", "NS"])
 def table_kernel(cu_ptr, segments_ptr, whole_ptr, N, T, target, NS, BS: tl.constexpr):
     """Segment tables of a ragged batch: `segments` [NS, 8] with at most `target` steps a segment, `whole` [N, 8] one segment a sequence.
     Both hold the sequences by falling length, so those that are cut come first and the last blocks to start are short.
 
-    cu_ptr [N + 1] int32 or int64. Grid (ceil(N / BS),): a program writes the rows of BS sequences. Each walks all sequences, one scalar
-    step apiece: sums over [BS, N] comparisons took 9 us for four sequences. A fall of cu_seqlens counts as an empty sequence."""
+    cu_ptr [N + 1] int32 or int64. Grid (ceil(N / BS),): a program writes the rows of BS sequences and holds them against all others, BS at a
+    time. A fall of cu_seqlens counts as an empty sequence."""
     n = tl.program_id(0) * BS + tl.arange(0, BS)
-    first = tl.zeros([BS], tl.int32)
-    stop = first
-    start = tl.minimum(tl.maximum(tl.load(cu_ptr), 0), T).to(tl.int32)
-    lo = start
-    ahead = tl.load(cu_ptr + 1, mask=N > 0, other=0)
-    for m in range(N):
-        hi = tl.maximum(tl.minimum(ahead, T).to(tl.int32), lo)
-        ahead = tl.load(cu_ptr + m + 2, mask=m + 2 <= N, other=0)
-        first, stop = tl.where(n == m, lo, first), tl.where(n == m, hi, stop)
-        lo = hi
+    reached = 0  # the largest bound before this program's
+    for b in range(0, tl.program_id(0) * BS, BS):
+        reached = tl.maximum(reached, tl.max(_bound(cu_ptr, b + tl.arange(0, BS), N, T), 0))
+    first = tl.maximum(tl.associative_scan(_bound(cu_ptr, n, N, T), 0, _larger), reached)
+    stop = tl.maximum(_bound(cu_ptr, n + 1, N, T), first)
     rank = tl.zeros([BS], tl.int32)  # of the sequence by length
     before = rank  # segments of the sequences before it in that order
     total = 0
-    lo = start
-    ahead = tl.load(cu_ptr + 1, mask=N > 0, other=0)
-    for m in range(N):
-        hi = tl.maximum(tl.minimum(ahead, T).to(tl.int32), lo)
-        ahead = tl.load(cu_ptr + m + 2, mask=m + 2 <= N, other=0)
-        parts = tl.maximum(((hi - lo + 31) // 32 + target - 1) // target, 1)
-        sooner = (hi - lo > stop - first) | ((hi - lo == stop - first) & (m < n))
-        rank += sooner.to(tl.int32)
-        before += tl.where(sooner, parts, 0)
-        total += parts
-        lo = hi
+    reached = 0
+    for b in range(0, N, BS):
+        m = b + tl.arange(0, BS)
+        lo = tl.maximum(tl.associative_scan(_bound(cu_ptr, m, N, T), 0, _larger), reached)
+        hi = tl.maximum(_bound(cu_ptr, m + 1, N, T), lo)
+        reached = tl.max(hi, 0)
+        length = tl.where(m < N, hi - lo, -1)
+        parts = tl.where(m < N, tl.maximum(((hi - lo + 31) // 32 + target - 1) // target, 1), 0)
+        mine = (stop - first)[:, None]
+        sooner = (length[None, :] > mine) | ((length[None, :] == mine) & (m[None, :] < n[:, None]))
+        rank += tl.sum(sooner.to(tl.int32), 1)
+        before += tl.sum(tl.where(sooner, parts[None, :], 0), 1)
+        total += tl.sum(parts, 0)
     steps = (stop - first + 31) // 32
     count = tl.maximum((steps + target - 1) // target, 1)
     _store_row(whole_ptr, rank, n < N, n, first, stop, first, stop, before, count)
@@ -134,40 +142,44 @@ def locate(segments_ptr, known_ptr, segment, head, group, row0, NS, tail, T: gl.
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["HV", "NS"])
+@triton.jit(do_not_specialize=["HV", "NS", "cut"])
 def combine_kernel(
-    summary_ptr, entry_ptr, known_ptr, whole_ptr, HV, NS, K: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr
+    summary_ptr, entry_ptr, known_ptr, whole_ptr, HV, NS, cut, K: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     """entry[s + 1] = entry[s] M_s + b_s where it is not known, over the segments of a sequence, for ROWS rows of V. b of the first segment
-    starts from the initial state. Stops at the last unknown segment. Grid (N, HV, V / ROWS).
+    starts from the initial state. Stops at the last unknown segment. Grid (any, HV, V / ROWS): a program takes one of so many of the first
+    `cut` sequences, up to the first that is not cut.
 
     M is a sum of two bf16 matrices (16 bits of mantissa) and so is the state: three products, in fp32 sums."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    row = whole_ptr + tl.program_id(0) * COLUMNS
     head = tl.program_id(1)
-    s0 = tl.load(row + 5)
-    count = tl.load(row + 6)
-    known = known_ptr + head * NS + s0
-    end = 0
-    for j in range(1, count, 128):
-        s = j + tl.arange(0, 128)
-        end = tl.maximum(end, tl.max(tl.where(tl.load(known + s, mask=s < count, other=1) == 0, s, 0), 0))
     r = tl.program_id(2) * ROWS + tl.arange(0, ROWS)[:, None]
     k = tl.arange(0, K)
-    S = tl.zeros([ROWS, K], tl.float32)
-    for j in tl.range(0, end, num_stages=3):
-        at = (s0 + j).to(tl.int64) * HV + head
-        base = summary_ptr + at * (K * V + K * K)
-        b = tl.load(base + r * K + k[None, :])
-        parts = (base + K * V).to(tl.pointer_type(tl.bfloat16), bitcast=True) + k[:, None] * K + k[None, :]
-        high = tl.load(parts)
-        low = tl.load(parts + K * K)
-        out = entry_ptr + (at + HV) * (K * V) + r * K + k[None, :]
-        found = tl.load(known + j + 1) != 0
-        S_high = S.to(tl.bfloat16)
-        S_low = (S - S_high.to(tl.float32)).to(tl.bfloat16)
-        chained = tl.dot(S_high, high, tl.dot(S_low, high, tl.dot(S_high, low, b)))
-        S = tl.where(found, tl.load(out), chained)
-        tl.store(out, S)
+    n = tl.program_id(0)
+    count = tl.load(whole_ptr + n * COLUMNS + 6)
+    while count > 1:
+        s0 = tl.load(whole_ptr + n * COLUMNS + 5)
+        known = known_ptr + head * NS + s0
+        end = 0
+        for j in range(1, count, 128):
+            s = j + tl.arange(0, 128)
+            end = tl.maximum(end, tl.max(tl.where(tl.load(known + s, mask=s < count, other=1) == 0, s, 0), 0))
+        S = tl.zeros([ROWS, K], tl.float32)
+        for j in tl.range(0, end, num_stages=3):
+            at = (s0 + j).to(tl.int64) * HV + head
+            base = summary_ptr + at * (K * V + K * K)
+            b = tl.load(base + r * K + k[None, :])
+            parts = (base + K * V).to(tl.pointer_type(tl.bfloat16), bitcast=True) + k[:, None] * K + k[None, :]
+            high = tl.load(parts)
+            low = tl.load(parts + K * K)
+            out = entry_ptr + (at + HV) * (K * V) + r * K + k[None, :]
+            found = tl.load(known + j + 1) != 0
+            S_high = S.to(tl.bfloat16)
+            S_low = (S - S_high.to(tl.float32)).to(tl.bfloat16)
+            chained = tl.dot(S_high, high, tl.dot(S_low, high, tl.dot(S_high, low, b)))
+            S = tl.where(found, tl.load(out), chained)
+            tl.store(out, S)
+        n += tl.num_programs(0)
+        count = tl.load(whole_ptr + n * COLUMNS + 6, mask=n < cut, other=1)
