@@ -38,8 +38,8 @@ def table_kernel(cu_ptr, segments_ptr, whole_ptr, N, T, target, NS, BS: tl.const
     """Segment tables of a ragged batch: `segments` [NS, 8] with at most `target` steps a segment, `whole` [N, 8] one segment a sequence.
     Both hold the sequences by falling length, so those that are cut come first and the last blocks to start are short.
 
-    cu_ptr [N + 1] int32 or int64. Grid (ceil(N / BS),): a program writes the rows of BS sequences and holds them against all others, BS at a
-    time. A fall of cu_seqlens counts as an empty sequence."""
+    cu_ptr [N + 1] int32 or int64. Grid (ceil(N / BS),): a program writes the rows of BS sequences and holds them against all others, BS at
+    a time. A fall of cu_seqlens counts as an empty sequence."""
     n = tl.program_id(0) * BS + tl.arange(0, BS)
     reached = 0  # the largest bound before this program's
     for b in range(0, tl.program_id(0) * BS, BS):
