@@ -27,7 +27,7 @@ STAGES = 4  # chunks in flight
 
 
 @triton.jit
-def state_offsets(n, h, vv, kk, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, V_FIRST: tl.constexpr):
+def state_offsets(n, h, vv, kk, HV, K: tl.constexpr, V: tl.constexpr, V_FIRST: tl.constexpr):
     """Offsets [rows of V, K] into a state [N, HV, K, V], or [N, HV, V, K] when V_FIRST."""
     base = (n * HV + h) * (K * V)
     if V_FIRST:
@@ -38,8 +38,8 @@ def state_offsets(n, h, vv, kk, HV: tl.constexpr, K: tl.constexpr, V: tl.constex
 
 @triton.jit
 def forward_steps(
-    T_ptr, w_ptr, kg_ptr, decay_ptr, v_ptr, v_row, v_head, S0_ptr, h_ptr, r_ptr, first, length, chunk, count, n, h, vv,
-    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BV: tl.constexpr, V_FIRST: tl.constexpr, STAGES: tl.constexpr,
+    T_ptr, w_ptr, kg_ptr, decay_ptr, v_ptr, v_row, v_head, S0_ptr, h_ptr, r_ptr, first, length, chunk, count, n, h, vv, HV,
+    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BV: tl.constexpr, V_FIRST: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Write every chunk's entry state and r."""
     rows = tl.arange(0, C)
@@ -68,8 +68,8 @@ def forward_steps(
 @triton.jit
 def reverse_steps(
     Aqk_ptr, T_ptr, w_ptr, kg_ptr, qg_ptr, decay_ptr, do_ptr, do_row, do_head, dS_final_ptr, dh_ptr, dr_ptr, dv_ptr, dS0_ptr, first, length,
-    chunk, count, n, h, vv,
-    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BV: tl.constexpr, V_FIRST: tl.constexpr, STAGES: tl.constexpr,
+    chunk, count, n, h, vv, HV,
+    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BV: tl.constexpr, V_FIRST: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Write the gradient of every chunk's exit state, dr or dv, and the gradient of the initial state."""
     rows = tl.arange(0, C)
@@ -107,7 +107,7 @@ def reverse_steps(
         tl.store(dS0_ptr + state, dS.to(dS0_ptr.dtype.element_ty))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["HV"])
 def scans_kernel(
     Aqk_ptr, T_ptr, w_ptr, kg_ptr, qg_ptr, decay_ptr,  # as Prepared
     v_ptr, do_ptr,  # [R, HV, V], row strides v_row, do_row, head strides v_head, do_head
@@ -117,8 +117,8 @@ def scans_kernel(
     dv_ptr,  # [R, HV, V], or None; dr_ptr may be None too
     dS0_ptr,  # [N, HV, K, V] or None
     sequences_ptr,  # [N, 4] int32
-    v_row, v_head, do_row, do_head,
-    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BV: tl.constexpr, V_FIRST: tl.constexpr, TOKENS: tl.constexpr,
+    v_row, v_head, do_row, do_head, HV,
+    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BV: tl.constexpr, V_FIRST: tl.constexpr, TOKENS: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
     h = tl.program_id(1).to(tl.int64)
@@ -157,7 +157,7 @@ def both_scans(
     if N:
         scans_kernel[((2 if tokens else 1) * V // BLOCK_V, HV, N)](
             *p[:6], v, do, contiguous(S0), contiguous(dfinal_state), h, dh, r, dr, dv, dS0, plan.sequences, v.stride(0), v.stride(1),
-            do.stride(0), do.stride(1), HV=HV, K=K, V=V, C=C, BV=BLOCK_V, V_FIRST=problem.state_v_first, TOKENS=tokens, STAGES=STAGES,
+            do.stride(0), do.stride(1), HV, K=K, V=V, C=C, BV=BLOCK_V, V_FIRST=problem.state_v_first, TOKENS=tokens, STAGES=STAGES,
             num_warps=4,
         )  # fmt: skip
     return h, dh, r, dr, dS0

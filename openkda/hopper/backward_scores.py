@@ -49,7 +49,7 @@ def row_factors(nq, nk, live, scale, L2NORM: tl.constexpr):
     return fq, fk
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["beta_row", "HV"])
 def score_gradients_kernel(
     v_ptr, do_ptr,  # [R, HV, V], row strides v_row, do_row, head strides v_head, do_head
     o_ptr,  # [R, HV, V], contiguous
@@ -60,8 +60,8 @@ def score_gradients_kernel(
     pairs_ptr, sums_ptr,  # as ScoreGradients
     chunks_ptr,  # [NC, 4] int32
     v_row, v_head, do_row, do_head, beta_row,
-    scale,
-    HV: tl.constexpr, V: tl.constexpr, C: tl.constexpr, L2NORM: tl.constexpr, SIGMOID: tl.constexpr, NEG: tl.constexpr,
+    scale, HV,
+    V: tl.constexpr, C: tl.constexpr, L2NORM: tl.constexpr, SIGMOID: tl.constexpr, NEG: tl.constexpr,
 ):  # fmt: skip
     entry = tl.program_id(0).to(tl.int64)
     h = entry % HV
@@ -125,7 +125,7 @@ def score_gradients(
     if NC:
         score_gradients_kernel[(NC * HV,)](
             v, do, o.contiguous(), beta, p.T, p.norms, r, dr, dv, dbeta, pairs, sums, plan.chunks, v.stride(0), v.stride(1), do.stride(0),
-            do.stride(1), beta.stride(0), float(problem.scale), HV=HV, V=problem.V, C=C, L2NORM=problem.qk_l2norm,
+            do.stride(1), beta.stride(0), float(problem.scale), HV, V=problem.V, C=C, L2NORM=problem.qk_l2norm,
             SIGMOID=problem.beta_sigmoid, NEG=problem.neg_eigval, num_warps=4,
         )  # fmt: skip
     return ScoreGradients(pairs, sums)
