@@ -1,28 +1,33 @@
 """Tiles and scores of bf16 blocks under any gate, in halves of 8 tokens.
 
 The log2 decay of a token is held at -25 or above: a token that forgets more than that leaves 2^-25 of what was there, half an ulp of
-fp32. Then 8 tokens span at most 2^200, which two factors share about a constant anchor a = ANCHOR. With G0, G1 the prefix sums inside the
-first and the second half of a block, e0, e1 their last rows, e0 = n + f, n = floor(e0):
+fp32. (It is the raw gate that is held, at the last value of its own type that forgets no more.) Then 8 tokens span at most 2^200, which two
+factors share about a constant anchor a = ANCHOR. With G0, G1 the prefix sums inside the first and the second half of a block, e0, e1 their
+last rows, e0 = n + f, n = floor(e0):
 
-    rows     k, q times exp(G0 + a)       first half      columns  k exp(-G0 - a)        pairs inside a half: one product of these
-             k, q times exp(G1 + f + a)   second half              k exp(-G1 - f - a)
-    then the rows of the second half times exp(n), exactly, n being an integer:
-             k, q times exp(G + a), G the prefix sum of the block                        pairs across the halves: the same columns again
+    first half     rows  k, q times exp(G0 + a)          columns  k exp(-G0 - a)         pairs inside a half: one product of these
+    second half    rows  k, q times exp(G1 + f + a)      columns  k exp(-G1 - f - a)
+    across         the second half's rows                columns  of the first half times exp(n), exactly, n being an integer
 
-These last rows are the state's tiles too, kd and qd times 2^a; 2^-a goes into what multiplies the scan's products, row by row. The state
-takes kg = k exp(G_C - G): the columns, in fp32, times exp(e0 + e1 + a) and exp(e1 + f + a). That is three exponentials an element where
-the product form of a bounded gate has four. Every anchor is a constant or made of tokens before the rows it serves, so causality is
-bit-exact. Ranges: rows from 2^-104 up to 2^97, columns up to 2^104 |k|: bf16 keys up to 2^20 and, where the halves meet, decays down to
-2^-22.
+The state's kd and qd are the first half's rows and the second half's times exp(n), all with 2^a; 2^-a goes into what multiplies the scan's
+products, row by row. It takes kg = k exp(G_C - G): the columns, in fp32, times exp(e0 + e1 + a) and exp(e1 + f + a). Every anchor is
+a constant or made of tokens before the rows it serves, so causality is bit-exact. Ranges: rows from 2^-104 up to 2^97, columns up to
+2^104 |k|, products across up to 2^77 |k|^2: keys from 2^-20 to 2^20.
 
-G is kept as factor * P, the factor being the head's: each exponential's argument is one multiply-add of P."""
+A slice of 64 channels at a time: raw tiles become those of the scores; after its products, those that the state reads.
+
+**Softplus.** The sums are log2 of products: with e_t = 2^x_t, log2 prod(1 + e_t) = log2(1 + q), q <- q + e (1 + q). Kept as 2^-BASE q, the
+products of 8 tokens of 25 bits fit fp32 where exp(A_log) >= STEEP; heads with less sum a polynomial's values (2^x may overflow there). lg2 is exact to 2^-16, which is nothing to an exponent of a bf16 tile, but a slow decay is smaller than that: the state's decay over a block
+where q <= 1 is log2(1 + q) by the polynomial, whose relative error is below 1e-5 however small q is.
+
+G is kept as factor * (P + base), the factor being the head's: each exponential's argument is one multiply-add of P."""
 
 from __future__ import annotations
 
-from openkda.hopper.blocks import places, scores
 from openkda.hopper.compat import gl, gluon, mma_v2
 from openkda.hopper.decay import activate, gate_line
 from openkda.hopper.tiles import (
+    LOG2E,
     WIDTH,
     add,
     block_layout,
@@ -31,6 +36,7 @@ from openkda.hopper.tiles import (
     ex2_denormal,
     floor,
     last,
+    log2p,
     outward_key,
     outward_rows,
     shifted,
@@ -38,7 +44,11 @@ from openkda.hopper.tiles import (
 )
 
 ANCHOR = gl.constexpr(96.0)
+SHIFT = gl.constexpr(76.0)  # products across carry 2^SHIFT: exp(n + SHIFT) is a bf16 number
 MOST = gl.constexpr(25.0)  # bits that one token forgets at most
+STEEP = gl.constexpr(0.93)
+BASE = gl.constexpr(90.0)
+LEAST = gl.constexpr(2.0**-90)
 
 
 @gluon.constexpr_function
@@ -47,22 +57,47 @@ def anchor(T):
     return ANCHOR.value if T.form == "halves" else 0.0
 
 
+@gluon.constexpr_function
+def held_code(dtype, T):
+    """PTX of held"""
+    kind = "bf16x2" if dtype == gl.bfloat16 else "f16x2" if dtype == gl.float16 else "f32"
+    return f"{'max' if T.gate == 'none' else 'min'}.NaN.{kind} $0, $1, $2;"
+
+
 @gluon.jit
-def held(x, most):
-    """min(x, most); NaN stays"""
-    return gl.inline_asm_elementwise("min.NaN.f32 $0, $1, $2;", "=r,r,r", [x, most], dtype=gl.float32, is_pure=True, pack=1)
+def held(x, most, T: gl.constexpr):
+    """The raw gate x, in its own type, or `most` where a token forgets more; NaN stays"""
+    code: gl.constexpr = held_code(x.dtype, T)
+    pack: gl.constexpr = 32 // x.dtype.primitive_bitwidth
+    if x.dtype == gl.bfloat16:
+        return gl.inline_asm_elementwise(code, "=r,r,r", [x, most], dtype=gl.bfloat16, is_pure=True, pack=pack)
+    elif x.dtype == gl.float16:
+        return gl.inline_asm_elementwise(code, "=r,r,r", [x, most], dtype=gl.float16, is_pure=True, pack=pack)
+    else:
+        return gl.inline_asm_elementwise(code, "=r,r,r", [x, most], dtype=gl.float32, is_pure=True, pack=pack)
+
+
+@gluon.jit
+def lg2(x):
+    return gl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
 @gluon.jit
 def slice_constants(src, work, first: gl.constexpr, T: gl.constexpr):
-    """(slope, offset, factor, most) of channels first to first + WIDTH: a token forgets -factor * min(activation, most) bits"""
+    """(slope, offset, factor, most) of channels first to first + WIDTH: a token forgets -factor * activation(gate * slope + offset) bits,
+    at most MOST, which the gate `most` does"""
     L: gl.constexpr = channel_layout(WIDTH, 8)
     channel = first + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, gl.SliceLayout(1, L)))[None, None, :]
     slope, offset, factor = gate_line(src, work.head, channel, T)
-    if T.gate == "none":
+    if T.gate == "softplus":
+        z = -MOST / (factor * LOG2E)
+        most = gl.where(z < 0.01, gl.log(z), z + gl.log(1.0 - gl.exp(-z))) - offset / LOG2E
+    else:
         slope = -slope
         factor = -factor
-    return slope, offset, factor, gl.zeros([4, 8, WIDTH], gl.float32, L) - MOST / factor
+        most = offset * 0.0 - MOST / LOG2E
+    most += gl.abs(most) * (0.0078125 if T.gate == "none" else -0.0078125)
+    return slope, offset, factor, (most + gl.zeros([4, 8, WIDTH], gl.float32, L)).to(src.g.dtype)
 
 
 @gluon.jit
@@ -72,12 +107,36 @@ def half_constants(src, work, T: gl.constexpr):
 
 
 @gluon.jit
-def half_sums(g, h: gl.constexpr, c: gl.constexpr, consts, T: gl.constexpr):
-    """(prefix sum P [4, 8, WIDTH], its last row [4, 1, WIDTH]) of the held activations of half h, slice c of the raw gate"""
+def grow(c1, e1, c2, e2):
+    """(LEAST q, e) of a token and all before it"""
+    return c1 + e2 * (c1 + LEAST), e2
+
+
+@gluon.jit
+def last_row(x):
+    return gl.expand_dims(gl.reduce(x, 1, last), 1)
+
+
+@gluon.jit
+def half_sums(g, h: gl.constexpr, c: gl.constexpr, consts, steep, T: gl.constexpr):
+    """(P [4, 8, WIDTH], q [4, 1, WIDTH]) of half h, slice c: P + base is the prefix sum of the activations; its last row is log2(1 + q),
+    more exactly, where q <= 1"""
     slope, offset, _, most = consts
-    x = g.slice(8 * h, 8, dim=1).slice(WIDTH * c, WIDTH, dim=2).load(channel_layout(WIDTH, 8))
-    P = gl.associative_scan(held(activate(to_f32(x) * slope + offset, T), most), 1, add)
-    return P, gl.expand_dims(gl.reduce(P, 1, last), 1)
+    raw = g.slice(8 * h, 8, dim=1).slice(WIDTH * c, WIDTH, dim=2).load(channel_layout(WIDTH, 8))
+    x = to_f32(held(raw, most, T)) * slope + offset
+    if T.gate == "softplus":
+        if steep:
+            e = ex2(x)
+            C = gl.associative_scan((e * LEAST, e), 1, grow)[0]
+            P = lg2(C + LEAST)
+            q = last_row(C) / LEAST
+        else:
+            P = gl.associative_scan(activate(x, T), 1, add)
+            q = last_row(P) * 0.0 + 2.0
+    else:
+        P = gl.associative_scan(x, 1, add)
+        q = last_row(P)
+    return P, q
 
 
 @gluon.jit
@@ -92,9 +151,19 @@ def load_half(kq, h: gl.constexpr, c: gl.constexpr, T: gl.constexpr):
 
 
 @gluon.jit
-def store_half(kq, h: gl.constexpr, c: gl.constexpr, k, q, both: gl.constexpr, T: gl.constexpr):
-    """The same back: k, and q where `both`, in one store, as two would have a barrier between them"""
-    if both:
+def outwards(k, q, e, w, T: gl.constexpr):
+    """(k 2^e, q 2^e, k 2^-e, k 2^-e w)"""
+    if T.outputs:
+        return outward_rows(k, q, e, w)
+    else:
+        k, c, kg = outward_key(k, e, w)
+        return k, k, c, kg
+
+
+@gluon.jit
+def store_rows(kq, h: gl.constexpr, c: gl.constexpr, k, q, T: gl.constexpr):
+    """Half h, slice c of k and q back, in one store: two would have a barrier between them"""
+    if T.outputs:
         rows = gl.join(k, q).permute((0, 3, 1, 2))
         kq.reshape([4, 2, 16, T.K]).slice(8 * h, 8, dim=2).slice(WIDTH * c, WIDTH, dim=3).store(rows)
     else:
@@ -102,103 +171,116 @@ def store_half(kq, h: gl.constexpr, c: gl.constexpr, k, q, both: gl.constexpr, T
 
 
 @gluon.jit
-def make_half(kq, ki, h: gl.constexpr, c: gl.constexpr, k, q, e, w, T: gl.constexpr):
-    """Rows k, q times 2^e and columns k 2^-e of half h, slice c, over the raw rows. Returns kg = k 2^-e w; without outputs kg waits in
-    q's place, not in registers."""
-    if T.outputs:
-        k, q, columns, kg = outward_rows(k, q, e, w)
-    else:
-        k, columns, kg = outward_key(k, e, w)
-        q = kg
-    store_half(kq, h, c, k, q, True, T)
-    ki.slice(8 * h, 8, dim=1).slice(WIDTH * c, WIDTH, dim=2).store(columns)
-    return kg
+def store_columns(ki, c: gl.constexpr, first, second, T: gl.constexpr):
+    """Slice c of both halves into ki, in one store likewise"""
+    both = gl.join(first, second).permute((0, 3, 1, 2))
+    ki.reshape([4, ki.shape[1] // 8, 8, T.K]).slice(0, 2, dim=1).slice(WIDTH * c, WIDTH, dim=3).store(both)
 
 
 @gluon.jit
-def raw_to_near(kq, g, ki, decay, c: gl.constexpr, consts, T: gl.constexpr):
-    """Slice c: decay, and the tiles for pairs inside halves. Returns kg of both halves, and n."""
+def make_slice(kq, g, ki, across, decay, c: gl.constexpr, consts, T: gl.constexpr):
+    """Slice c: decay, and the tiles of the scores, over the raw ones. Returns exp(n), for the second half's rows, and kg of both halves."""
     L: gl.constexpr = channel_layout(WIDTH, 8)
+    zero = gl.zeros([4, 8, WIDTH], gl.float32, L)
     factor = consts[2]
-    P0, p0 = half_sums(g, 0, c, consts, T)
-    P1, p1 = half_sums(g, 1, c, consts, T)
-    k0, q0 = load_half(kq, 0, c, T)
-    k1, q1 = load_half(kq, 1, c, T)
-    e0 = p0 * factor
-    e1 = p1 * factor
+    steep = factor <= -STEEP
+    base = gl.where(steep, factor * BASE, 0.0) if T.gate == "softplus" else 0.0
+    P0, q0 = half_sums(g, 0, c, consts, steep, T)
+    P1, q1 = half_sums(g, 1, c, consts, steep, T)
+    e0 = last_row(P0) * factor + base
+    e1 = last_row(P1) * factor + base
     n = floor(e0)
     a1 = e0 - n + ANCHOR
-    decay.slice(WIDTH * c, WIDTH, dim=1).store(gl.reshape(ex2(e0 + e1), [4, WIDTH]))
-    zero = gl.zeros([4, 8, WIDTH], gl.float32, L)
-    kg0 = make_half(kq, ki, 0, c, k0, q0, P0 * factor + ANCHOR, ex2_denormal(e0 + e1 + ANCHOR) + zero, T)
-    kg1 = make_half(kq, ki, 1, c, k1, q1, P1 * factor + a1, ex2_denormal(e1 + a1) + zero, T)
-    return kg0, kg1, n
+    p = e0 + e1
+    if T.gate == "softplus":
+        q = q0 + (q0 * q1 + q1)
+        p = gl.where(q <= 1.0, log2p(q) * factor, p)
+    k0, q0 = load_half(kq, 0, c, T)
+    decay.slice(WIDTH * c, WIDTH, dim=1).store(gl.reshape(ex2(p), [4, WIDTH]))
+    rk0, rq0, c0, kg0 = outwards(k0, q0, P0 * factor + (base + ANCHOR), ex2_denormal(e0 + e1 + ANCHOR) + zero, T)
+    across.store(shifted(c0, (ex2(n + SHIFT) + zero).to(kq.dtype)))
+    store_rows(kq, 0, c, rk0, rq0, T)
+    ki.slice(0, 8, dim=1).slice(WIDTH * c, WIDTH, dim=2).store(c0)
+    k1, q1 = load_half(kq, 1, c, T)
+    rk1, rq1, c1, kg1 = outwards(k1, q1, P1 * factor + (base + a1), ex2_denormal(e1 + a1) + zero, T)
+    store_rows(kq, 1, c, rk1, rq1, T)
+    ki.slice(8, 8, dim=1).slice(WIDTH * c, WIDTH, dim=2).store(c1)
+    return ex2(gl.maximum(n, -126.0)), kg0, kg1
 
 
 @gluon.jit
-def far_rows(kq, c: gl.constexpr, n, T: gl.constexpr):
-    """k and q rows of the second half, slice c, times 2^n, in two steps: 2^n may leave bf16's range"""
+def finish_slice(kq, ki, c: gl.constexpr, down, kg0, kg1, T: gl.constexpr):
+    """What the state reads, over what only the scores did"""
     k, q = load_half(kq, 1, c, T)
-    m = floor(n * 0.5)
-    zero = gl.zeros([4, 8, WIDTH], gl.float32, channel_layout(WIDTH, 8))
-    a = (ex2(m) + zero).to(kq.dtype)
-    b = (ex2(n - m) + zero).to(kq.dtype)
-    k = shifted(k, a, b)
-    if T.outputs:
-        q = shifted(q, a, b)
-    else:
-        q = k
-    return k, q
+    down = (down + gl.zeros([4, 8, WIDTH], gl.float32, channel_layout(WIDTH, 8))).to(kq.dtype)
+    store_rows(kq, 1, c, shifted(k, down), shifted(q, down), T)
+    store_columns(ki, c, kg0, kg1, T)
+
+
+@gluon.constexpr_function
+def stacked_layout():
+    """8 rows of k and the same 8 of q, [4, 2, 1, 8, 32], as the rows of a left operand [4, 16, 32]"""
+    at = lambda dim, n: [n if d == dim else 0 for d in range(5)]
+    return gl.DistributedLinearLayout(
+        reg_bases=[at(4, 1), at(1, 1), at(4, 8), at(4, 16)],
+        lane_bases=[at(4, 2), at(4, 4), at(3, 1), at(3, 2), at(3, 4)],
+        warp_bases=[at(0, 1), at(0, 2)],
+        block_bases=[],
+        shape=[4, 2, 1, 8, 32],
+    )
 
 
 @gluon.jit
-def twice(x):
-    """[4, 16, 8] to [4, 16, 16], every row twice; registers only"""
-    return gl.convert_layout(gl.join(x, x).permute((0, 1, 3, 2)).reshape([4, 16, 16]), block_layout())
+def stacked_rows(kq, h: gl.constexpr, first: gl.constexpr, T: gl.constexpr):
+    """8 rows of k above 8 of q, those of half h and 32 channels, as a left operand"""
+    x = kq.reshape([4, 2, 2, 8, T.K]).slice(h, 1, dim=2).slice(first, 32, dim=4).load(stacked_layout())
+    return gl.convert_layout(x.reshape([4, 16, 32]), gl.DotOperandLayout(0, block_layout(), 2), assert_trivial=True)
 
 
 @gluon.jit
-def scores_across(kq, ki, kk, qk, T: gl.constexpr):
-    """kk and qk with the pairs of second-half rows and first-half columns from the tiles as they are now"""
-    mma: gl.constexpr = block_layout()
-    d0: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
-    zero = gl.zeros([4, 16, 8], gl.float32, mma)
-    k0, k1, q = zero, zero, zero
-    for c in gl.static_range(T.K // 32):
-        columns = ki.permute((0, 2, 1)).slice(0, 8, dim=2).slice(32 * c, 32, dim=1).load(gl.DotOperandLayout(1, mma, 2))
-        rows = kq.slice(0, 16, dim=1).slice(32 * c, 32, dim=2).load(d0)
-        if c % 2 == 0:
-            k0 = mma_v2(rows, columns, k0)
-        else:
-            k1 = mma_v2(rows, columns, k1)
-        if T.outputs:
-            q = mma_v2(kq.slice(16, 16, dim=1).slice(32 * c, 32, dim=2).load(d0), columns, q)
-    r, i = places()
-    across = (r >= 8) & (i < 8)
-    return gl.where(across, twice(k0 + k1), kk), gl.where(across, twice(q), qk)
+def slice_scores(kq, ki, across, c: gl.constexpr, near0, near1, far, T: gl.constexpr):
+    """Adds slice c to the products of rows and columns of the first half, of the second, and of second-half rows with first-half columns;
+    [4, 16, 8] each: 8 rows of k, 8 of q"""
+    d1: gl.constexpr = gl.DotOperandLayout(1, block_layout(), 2)
+    for n in gl.static_range(WIDTH // 32):
+        r0 = stacked_rows(kq, 0, WIDTH * c + 32 * n, T)
+        r1 = stacked_rows(kq, 1, WIDTH * c + 32 * n, T)
+        columns = ki.permute((0, 2, 1)).slice(WIDTH * c + 32 * n, 32, dim=1)
+        near0 = mma_v2(r0, columns.slice(0, 8, dim=2).load(d1), near0)
+        near1 = mma_v2(r1, columns.slice(8, 8, dim=2).load(d1), near1)
+        far = mma_v2(r1, across.permute((0, 2, 1)).slice(32 * n, 32, dim=1).load(d1), far)
+    return near0, near1, far
 
 
 @gluon.jit
-def half_tiles(kq, g, ki, decay, consts, T: gl.constexpr):
-    """kq = (kd, qd) 2^ANCHOR, ki = kg and decay of a group from its raw tiles; returns the scores kd ki^T, qd ki^T"""
+def rows_of(x):
+    """The k and the q rows of stacked products, [4, 8, 8] each"""
+    return gl.split(x.reshape([4, 2, 8, 8]).permute((0, 2, 3, 1)))
+
+
+@gluon.jit
+def whole_block(near0, near1, far):
+    """[4, 16, 16] from its quarters; the upper right one is never read"""
+    top = gl.join(near0, near0).permute((0, 1, 3, 2)).reshape([4, 8, 16])
+    bottom = gl.join(far, near1).permute((0, 1, 3, 2)).reshape([4, 8, 16])
+    return gl.convert_layout(gl.join(top, bottom).permute((0, 3, 1, 2)).reshape([4, 16, 16]), block_layout(), assert_trivial=True)
+
+
+@gluon.jit
+def half_tiles(kq, g, ki, across, decay, consts, T: gl.constexpr):
+    """kq = (kd, qd) 2^ANCHOR, ki = kg and decay of a group from its raw tiles; returns the scores kd ki^T, qd ki^T. across [4, 8, WIDTH]:
+    scratch."""
     c0, c1 = consts
-    kg00, kg01, n0 = raw_to_near(kq, g, ki, decay, 0, c0, T)
+    zero = gl.zeros([4, 16, 8], gl.float32, block_layout())
+    near0, near1, far = zero, zero, zero
+    down, kg0, kg1 = make_slice(kq, g, ki, across, decay, 0, c0, T)
+    near0, near1, far = slice_scores(kq, ki, across, 0, near0, near1, far, T)
+    finish_slice(kq, ki, 0, down, kg0, kg1, T)
     if T.K > WIDTH:
-        kg10, kg11, n1 = raw_to_near(kq, g, ki, decay, 1, c1, T)
-    kk, qk = scores(kq, ki, T)
-    k0, q0 = far_rows(kq, 0, n0, T)
-    if T.K > WIDTH:
-        k1, q1 = far_rows(kq, 1, n1, T)
-        store_half(kq, 1, 1, k1, q1, T.outputs, T)
-    store_half(kq, 1, 0, k0, q0, T.outputs, T)
-    kk, qk = scores_across(kq, ki, kk, qk, T)
-    if T.outputs:
-        ki.slice(0, 8, dim=1).slice(0, WIDTH, dim=2).store(kg00)
-        ki.slice(8, 8, dim=1).slice(0, WIDTH, dim=2).store(kg01)
-        if T.K > WIDTH:
-            ki.slice(0, 8, dim=1).slice(WIDTH, WIDTH, dim=2).store(kg10)
-            ki.slice(8, 8, dim=1).slice(WIDTH, WIDTH, dim=2).store(kg11)
-    else:
-        for h in gl.static_range(2):
-            ki.slice(8 * h, 8, dim=1).store(kq.slice(16 + 8 * h, 8, dim=1).load(channel_layout(T.K, 8)))
-    return kk, qk
+        down, kg0, kg1 = make_slice(kq, g, ki, across, decay, 1, c1, T)
+        near0, near1, far = slice_scores(kq, ki, across, 1, near0, near1, far, T)
+        finish_slice(kq, ki, 1, down, kg0, kg1, T)
+    k00, q00 = rows_of(near0)
+    k11, q11 = rows_of(near1)
+    k10, q10 = rows_of(far * 2.0**-SHIFT)
+    return whole_block(k00, k11, k10), whole_block(q00, q11, q10)
