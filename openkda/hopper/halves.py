@@ -17,7 +17,8 @@ a constant or made of tokens before the rows it serves, so causality is bit-exac
 A slice of 64 channels at a time: raw tiles become those of the scores; after its products, those that the state reads.
 
 **Softplus.** The sums are log2 of products: with e_t = 2^x_t, log2 prod(1 + e_t) = log2(1 + q), q <- q + e (1 + q). Kept as 2^-BASE q, the
-products of 8 tokens of 25 bits fit fp32 where exp(A_log) >= STEEP; heads with less sum a polynomial's values (2^x may overflow there). lg2 is exact to 2^-16, which is nothing to an exponent of a bf16 tile, but a slow decay is smaller than that: the state's decay over a block
+products of 8 tokens of 25 bits fit fp32 where exp(A_log) >= STEEP; heads with less sum a polynomial's values (2^x may overflow there). lg2
+is exact to 2^-16, which is nothing to an exponent of a bf16 tile, but a slow decay is smaller than that: the state's decay over a block
 where q <= 1 is log2(1 + q) by the polynomial, whose relative error is below 1e-5 however small q is.
 
 G is kept as factor * (P + base), the factor being the head's: each exponential's argument is one multiply-add of P."""
