@@ -30,20 +30,23 @@ class Case:
     def rows(self, n: int) -> slice:
         return slice(sum(self.lengths[:n]), sum(self.lengths[: n + 1]))
 
-    def oracle(self, n: int, slot: int | None, tokens: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sequence n from the state in `slot` (None: zeros), fp64: o [tokens, HV, V] and the states after each token [tokens + 1, ..]."""
+    def oracle(
+        self, n: int, slot: int | None, tokens: int | None = None, dtype: torch.dtype = torch.float64
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Sequence n from the state in `slot` (None: zeros), by the recurrence in `dtype`, fp64 or fp32: o [tokens, HV, V] and the states
+        after each token [tokens + 1, ..]."""
         flat = [self.tokens[name].flatten(0, 1)[self.rows(n)][None, :tokens] for name in TOKENS]
         A_log, dt_bias, bound = (self.params[x] for x in ("A_log", "dt_bias", "lower_bound"))
         q, k, v, g, beta = prepare(
-            *(x.double() for x in flat), A_log=A_log, dt_bias=dt_bias, gate="softplus" if bound is None else "bounded", lower_bound=bound,
+            *(x.to(dtype) for x in flat), A_log=A_log, dt_bias=dt_bias, gate="softplus" if bound is None else "bounded", lower_bound=bound,
             qk_l2norm=self.options.get("use_qk_l2norm_in_kernel", True), beta_sigmoid=True,
             neg_eigval=self.options.get("allow_neg_eigval", False),
         )  # fmt: skip
         HV, K, V = q.shape[2], q.shape[3], v.shape[3]
-        S = torch.zeros(1, HV, K, V, dtype=torch.float64, device=q.device)
+        S = torch.zeros(1, HV, K, V, dtype=dtype, device=q.device)
         if slot is not None:
             state = self.before.as_strided(self.pool.shape, self.pool.stride())[slot]
-            S = (state.mT if self.v_first else state)[None].double()
+            S = (state.mT if self.v_first else state)[None].to(dtype)
         outs, states = [], [S]
         for t in range(q.shape[1]):
             o, S = naive_recurrent_kda(*(x[:, t : t + 1] for x in (q, k, v, g, beta)), self.options.get("scale"), S, True)

@@ -8,7 +8,7 @@ from openkda import fused_recurrent_kda, kda_decode
 from openkda.portable.decode import config
 from openkda.reference import prepare
 from openkda.serving import recurrent_in_pool
-from openkda.testing import make_case
+from openkda.testing import assert_close, make_case
 
 pytestmark = pytest.mark.parametrize("backend", ["portable", "torch"])
 
@@ -152,7 +152,8 @@ def test_verify_keeps_the_base_state(backend, device):
 
 @pytest.mark.parametrize("accept", [0, 1, 2, 3, 4])
 def test_draft_rounds_equal_sequential_decoding(backend, accept, device):
-    """Three rounds of a drafted token stream: the accepted ones must leave the state that plain decoding leaves."""
+    """Three rounds of a drafted token stream: the accepted ones must leave the state that plain decoding leaves. Errors gather over the
+    rounds, so they are held against those of the recurrence in fp32."""
     case = make(N=1, S=16, HV=1, slots=8, used=[1], device=device)
     stream = dict(case.tokens)
     table, base, done = [1, 2, 3, 4, 5], 0, 0
@@ -163,10 +164,11 @@ def test_draft_rounds_equal_sequential_decoding(backend, accept, device):
         table, base = order, accept
         keep = o[:, :accept]
         case.tokens = stream
-        want = case.oracle(0, 1)
-        assert_matches("o", keep, want[0][None, done : done + accept]) if accept else None
+        want, twin = case.oracle(0, 1), case.oracle(0, 1, dtype=torch.float32)
+        if accept:
+            assert_close("o", keep[0], want[0][done : done + accept], twin[0][done : done + accept])
         done += accept
-        assert_matches("state", case.pool[table[base]], want[1][done])
+        assert_close("state", case.pool[table[base]], want[1][done], twin[1][done])
 
 
 def test_ragged_rows(backend, device):
