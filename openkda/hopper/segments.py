@@ -105,8 +105,8 @@ def locate(segments_ptr, known_ptr, segment, head, group, row0, NS, tail, T: gl.
 
     none          the segment, which is a whole sequence
     segments      the segment, from its entry state
-    segments_all  the segment, if the entry states of all segments of its sequence are known; `whole` serves the other sequences
-    whole         the sequence, if not all of them are known
+    whole         the sequence, if the entry states of its segments are not all known; says which in `known` of its first segment
+    segments_all  the segment, if `whole` before it said that all are known: to look again here made the loops of this kernel spill
     tails         the segment, after `tail` steps before it that may give its entry state
     state         with tail > 0 the last `tail` steps of the segment, for the entry state of the next one; with tail = 0 the segment's
                   (M, b), if the next one's entry state is not known"""
@@ -122,9 +122,14 @@ def locate(segments_ptr, known_ptr, segment, head, group, row0, NS, tail, T: gl.
     known = known_ptr
     if T.split != "none":
         known += head * NS
-    if T.split == "segments_all" or T.split == "whole":
-        every = all_known(known, gl.load(row + 5), gl.load(row + 6))
-        active = active * (every if T.split == "segments_all" else 1 - every)
+    if T.split == "whole":
+        at = gl.load(row + 5)
+        every = all_known(known, at, gl.load(row + 6))
+        if row0 == 0:
+            gl.store(known + at, every)
+        active = active * (1 - every)
+    if T.split == "segments_all":
+        active = gl.where(gl.load(row + 6) > 1, active * gl.load(known + gl.load(row + 5)), active)
     if T.split == "tails":
         back = gl.minimum(tail, (begin - first) // 32)
         start = begin - 32 * back
