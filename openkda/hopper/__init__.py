@@ -66,6 +66,8 @@ def why_not_backward(problem: Problem) -> str | None:
         return why_not(p)
     if p.dtype != torch.bfloat16:
         return f"the hopper backend's gradients take bfloat16 inputs, not {p.dtype}"
+    if not p.bounded:
+        return "the hopper backend's gradients take gates with a lower bound (lower_bound, or safe_gate)"
     return None
 
 
