@@ -193,18 +193,19 @@ def test_why_not():
     problem = make_case("random", **SMALL).described()[0].replace(device_type="cuda", capability=(9, 0))
     if hopper.why_not(problem) is None:
         assert hopper.why_not_backward(problem) is None
-        assert "lower bound" in hopper.why_not_backward(problem.replace(gate="softplus", lower_bound=None))
+        assert hopper.why_not_backward(problem.replace(gate="softplus", lower_bound=None)) is None
         assert "bfloat16" in hopper.why_not_backward(problem.replace(dtype=torch.float16))
     assert hopper.why_not_backward(problem.replace(K=96)) == hopper.why_not(problem.replace(K=96))
 
 
 # Bytes per thread. Three overlapping blocks of four warps that spill a little beat two that do not.
-SPILLS = {"prepare_chunk_kernel": 32, "chunk_gradients_kernel": 200}
+SPILLS = {"prepare_chunk_kernel": 32, "chunk_gradients_kernel": 200, "fused_gradients_kernel": 96}
 
 
 def test_offline_compile():
     kernels = in_subprocess("sm_90", "offline_hopper_backward:compile_gradients")
-    assert {k.name for k in kernels} == {"prepare_chunk_kernel", "scans_kernel", "score_gradients_kernel", "chunk_gradients_kernel"}
+    unbounded = {"score_gradients_kernel", "chunk_gradients_kernel"}
+    assert {k.name for k in kernels} == {"prepare_chunk_kernel", "scans_kernel", "fused_gradients_kernel", *unbounded}
     for k in kernels:
         assert k.spills <= SPILLS.get(k.name, 0), k
         assert k.shared <= SHARED_LIMIT["sm_90"], k

@@ -1,4 +1,5 @@
-"""The Hopper backward: prepare_chunks -> both scans in one launch -> score_gradients -> chunk_gradients (docs/backward.md).
+"""The Hopper backward: prepare_chunks -> both scans in one launch -> the gradients of each chunk, in one kernel (fused_gradients) for
+bounded gates, in two (score_gradients -> chunk_gradients) for others (docs/backward.md).
 
 Plain Triton, shaped for Hopper's matrix unit: chunks of 32 tokens, states transposed. What passes through memory, per token and value head:
 w, kg, qg (K each), Aqk, dZ, dA (C each), T (2 C), r, dr (V each) in bf16, and per chunk h and dh [V, K].
@@ -9,10 +10,17 @@ from __future__ import annotations
 import torch
 
 from openkda.hopper.backward_chunk import chunk_gradients
+from openkda.hopper.backward_fused import fused_gradients
 from openkda.hopper.backward_prepare import C, prepare_chunks
 from openkda.hopper.backward_scan import both_scans
 from openkda.hopper.backward_scores import score_gradients
+from openkda.portable.forward import interpreted
 from openkda.problem import Inputs, Problem
+
+
+def fuses(problem: Problem) -> bool:
+    """Whether one kernel takes scores and channels: for bounded gates, on a device, because the interpreter knows no Gluon."""
+    return problem.bounded and problem.dtype == torch.bfloat16 and not interpreted()
 
 
 def gradients(
@@ -24,22 +32,26 @@ def gradients(
     in their inputs' dtypes; sums over tokens run in fp32 in a fixed order."""
     do = torch.zeros_like(o) if do is None else do.to(problem.dtype)
     plan = inputs.plan(problem, C)
-    tokens = any(needs[:7])
+    tokens, fused = any(needs[:7]), fuses(problem)
+    covered = not problem.varlen or (inputs.lengths is not None and sum(inputs.lengths) == problem.T)
+    create = torch.empty_like if covered else torch.zeros_like  # rows outside every sequence have gradient zero
+    contiguous_like = lambda x, dtype: create(x, dtype=dtype, memory_format=torch.contiguous_format)
+    dv = contiguous_like(inputs.v, problem.dtype) if tokens else None
     p = prepare_chunks(problem, plan, inputs)
     h, dh, r, dr, dS0 = both_scans(
-        problem, plan, p, inputs.v, inputs.initial_state, do, dfinal_state, tokens=tokens, initial_state=needs[7]
+        problem, plan, p, inputs.v, inputs.initial_state, do, dfinal_state, tokens=tokens, initial_state=needs[7], dv=dv if fused else None
     )
     found = [None] * 7
     if tokens:
         p = p._replace(w=None, kg=None, qg=None, Aqk=None)  # what only the scans read
-        covered = not problem.varlen or (inputs.lengths is not None and sum(inputs.lengths) == problem.T)
-        create = torch.empty_like if covered else torch.zeros_like  # rows outside every sequence have gradient zero
-        contiguous_like = lambda x, dtype: create(x, dtype=dtype, memory_format=torch.contiguous_format)
         of_heads = torch.float32 if problem.group > 1 else problem.dtype
         dq, dk, dg = (contiguous_like(inputs.g, dtype) for dtype in (of_heads, of_heads, problem.gate_dtype))
-        dv, dbeta = contiguous_like(inputs.v, problem.dtype), contiguous_like(inputs.beta, problem.beta_dtype)
-        scores = score_gradients(problem, plan, inputs, p, o, do, r, dr, dv, dbeta)
-        dA_log, ddt_bias = chunk_gradients(problem, plan, inputs, p, scores, do, h, dh, r, dv, dq, dk, dg)
+        dbeta = contiguous_like(inputs.beta, problem.beta_dtype)
+        if fused:
+            dA_log, ddt_bias = fused_gradients(problem, plan, inputs, p.norms, do, h, dh, r, dv, dq, dk, dg, dbeta)
+        else:
+            scores = score_gradients(problem, plan, inputs, p, o, do, r, dr, dv, dbeta)
+            dA_log, ddt_bias = chunk_gradients(problem, plan, inputs, p, scores, do, h, dh, r, dv, dq, dk, dg)
         if problem.group > 1:
             dq, dk = (x.unflatten(2, (problem.H, problem.group)).sum(3) for x in (dq, dk))
         found = [dq, dk, dv, dg, dbeta, dA_log, ddt_bias]

@@ -1,0 +1,475 @@
+"""Gradients of a chunk in one kernel, for bounded gates: of the scores, of q, k, the gate and beta (docs/backward.md, (5) to (8)).
+
+    dZ = tril(do r^T)        N = dv r^T        dA = -tril(N, -1)        dbeta_r = N_rr / beta_r^2
+    dq = scale 2^G (do S^T)           + x (dZ ky)             S: entry state h, dS': gradient of the exit state dh
+    dk = -2^G (dv S^T)                + x (dA ky)             as the row that reads
+         + 2^(G_C - G) (r dS'^T)      + y (dZ^T qx + dA^T kx) as the row that is written
+    dG = q dq + k dk_read - k dk_written
+    dg_t = 2^G_C rowsum(S dS') + sum_j (k dk_written)_j [state part] + sum_{j >= t} dG_j
+
+x = 2^(G + shift), y = 2^(-G - shift) and the normalised rows qx, kx, ky are those of backward_prepare.py, rounded to bf16, and dG
+multiplies by them as rounded: inside the suffix sum the two ends of a pair must cancel. dZ and dA are over `size`, a power of two near
+their largest element: they are multiplied by factors of up to 2^116. So is r dS'^T, which is added to y's products: where it is more than
+2^10 times as large, it decides. An L2 norm's q.dq and k.dk are sums over the channels of dG's own terms.
+
+In Gluon. Grid (chunk times head,), heads first; 8 warps and 112 KB of shared memory (K = V = 128, bf16 gate), so that two blocks share a
+multiprocessor and one computes while the other waits. Tiles come and go by the copy engine; qx and kx take the place of q and k, dZ and dA
+that of r, and results leave from where their inputs lay. Tiles stand transposed, channels by tokens, 16 channels a warp: an accumulator is
+the next product's left operand, and sums over tokens stay inside four threads. fp32 accumulators [K, 32]: do S^T, dv S^T, r dS'^T."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from openkda.hopper.backward_prepare import C, half_span
+from openkda.hopper.compat import TensorDescriptor, fence_async_shared, gl, gluon, mbarrier, mma_v2, tma, warpgroup_mma, warpgroup_mma_wait
+from openkda.hopper.launch import packed_rows
+from openkda.hopper.tiles import LOG2E, ex2, group_layout, plain_shared, rcp, tile_layout
+from openkda.plan import Plan
+from openkda.portable.tile import as_rows, contiguous
+from openkda.problem import Inputs, Problem
+
+WARPS = 8
+DEAD = gl.constexpr(-3e38)  # a bounded gate's value on rows past the end: no decay, and 0 * DEAD is 0
+
+
+@dataclass(frozen=True)
+class Form:
+    """What the kernel is compiled for"""
+
+    K: int
+    V: int
+    gate: str
+    l2norm: bool
+    beta_sigmoid: bool
+    neg_eigval: bool
+
+
+class Sources(NamedTuple):
+    """Tensor maps of what is read"""
+
+    q: object  # [R, H*K], boxes [32, K]
+    k: object
+    g: object  # [R, HV*K], boxes [32, K]
+    do: object  # [R, HV*V], boxes [32, V]
+    dv: object
+    h: object  # [NC*HV*V, K], boxes [V, K]
+    dh: object
+    r: object  # [NC*HV*V, 32], boxes [V, 32]
+
+
+class Buffers(NamedTuple):
+    """Shared memory"""
+
+    q: object  # [32, K], then dq
+    k: object  # then dk
+    g: object  # then dg, in the gate's dtype
+    dd: object  # [64, V] do, dv
+    h: object  # [V, K]
+    dh: object
+    r: object  # [V, 32]
+    pairs: object  # [64, 32] dZ, dA over size, in the bytes of r
+    sums: object  # [2, warps, 32] fp32, likewise: each warp's sums over its channels
+    inputs: object  # barriers: q, k, g, r have landed
+    states: object  # h, dh, do, dv have landed
+
+
+def scan_code(reverse: bool) -> str:
+    """PTX of a running sum over the 32 tokens (columns) of a tile in `group_layout(32)`, from the first or from the last. A thread holds
+    16 numbers: of two rows, columns 8 g + 2 (lane % 4) + (0, 1) for g = 0 to 3. Nothing is subtracted: a small sum that follows a large
+    term keeps its own precision."""
+    way, last, order = ("down", 0, (3, 2, 1, 0)) if reverse else ("up", 3, (0, 1, 2, 3))
+    text = ["{ .reg .f32 s, t, e, base; .reg .pred p;"]
+    for row in range(2):
+        text.append("mov.f32 base, 0f00000000;")
+        for step, g in enumerate(order):
+            first, second = (4 * g + 2 * row + c for c in ((1, 0) if reverse else (0, 1)))
+            text.append(f"add.f32 s, ${16 + first}, ${16 + second};")
+            for distance in (1, 2):
+                text.append(f"shfl.sync.{way}.b32 t|p, s, {distance}, {0x1C03 if reverse else 0x1C00}, 0xffffffff; @p add.f32 s, s, t;")
+            text.append(f"shfl.sync.{way}.b32 e|p, s, 1, {0x1C03 if reverse else 0x1C00}, 0xffffffff; @!p mov.f32 e, 0f00000000;")
+            text.append(f"add.f32 e, e, base; add.f32 ${first}, e, ${16 + first}; add.f32 ${second}, ${first}, ${16 + second};")
+            if step < 3:
+                text.append(f"shfl.sync.idx.b32 t, s, {last}, {0x1C03}, 0xffffffff; add.f32 base, base, t;")
+    return " ".join([*text, "}"])
+
+
+FROM_FIRST = gl.constexpr(scan_code(False))
+FROM_LAST = gl.constexpr(scan_code(True))
+SIXTEEN = gl.constexpr(",".join(["=&f"] * 16 + ["f"] * 16))
+
+
+@gluon.jit
+def sums_from_first(x):
+    """Running sums over the tokens of x [K, 32]"""
+    return gl.inline_asm_elementwise(FROM_FIRST, SIXTEEN, [x], dtype=gl.float32, is_pure=True, pack=16)
+
+
+@gluon.jit
+def sums_from_last(x):
+    return gl.inline_asm_elementwise(FROM_LAST, SIXTEEN, [x], dtype=gl.float32, is_pure=True, pack=16)
+
+
+@gluon.jit
+def to_bf16(x):
+    return gl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=gl.bfloat16, is_pure=True, pack=2)
+
+
+@gluon.jit
+def widen(x):
+    """fp32 of a tile. Not pure: each use of a bf16 tile widens it anew, instead of keeping fp32 copies in registers."""
+    if x.dtype == gl.bfloat16:
+        return gl.inline_asm_elementwise(
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=r,=r,r", [x], dtype=gl.float32, is_pure=False, pack=2
+        )
+    else:
+        return x
+
+
+@gluon.jit
+def inverse(x):
+    """1 / x. Not pure, likewise."""
+    return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=gl.float32, is_pure=False, pack=1)
+
+
+@gluon.constexpr_function
+def pair_layout(warps):
+    """[64, 32] accumulators"""
+    return gl.NVMMADistributedLayout([3, 0], [4, warps // 4], [16, 32 // (warps // 4), 16])
+
+
+@gluon.jit
+def bounds(chunks_ptr, chunk):
+    """(first row, live rows) of a chunk"""
+    first = gl.load(chunks_ptr + chunk * 4 + 1)
+    return first, gl.load(chunks_ptr + chunk * 4 + 2) - first
+
+
+@gluon.jit
+def request_inputs(src, buf, entry, first, HV, group, F: gl.constexpr):
+    K: gl.constexpr = F.K
+    V: gl.constexpr = F.V
+    head = entry % HV
+    mbarrier.expect(buf.inputs, src.q.block_type.nbytes + src.k.block_type.nbytes + src.g.block_type.nbytes + src.r.block_type.nbytes)
+    tma.async_copy_global_to_shared(src.g, [first, head * K], buf.inputs, buf.g)
+    tma.async_copy_global_to_shared(src.k, [first, head // group * K], buf.inputs, buf.k)
+    tma.async_copy_global_to_shared(src.q, [first, head // group * K], buf.inputs, buf.q)
+    tma.async_copy_global_to_shared(src.r, [entry * V, 0], buf.inputs, buf.r)
+
+
+@gluon.jit
+def request_states(src, buf, entry, first, HV, F: gl.constexpr):
+    V: gl.constexpr = F.V
+    head = entry % HV
+    mbarrier.expect(buf.states, src.do.block_type.nbytes + src.dv.block_type.nbytes + src.h.block_type.nbytes + src.dh.block_type.nbytes)
+    tma.async_copy_global_to_shared(src.h, [entry * V, 0], buf.states, buf.h)
+    tma.async_copy_global_to_shared(src.do, [first, head * V], buf.states, buf.dd.slice(0, 32, dim=0))
+    tma.async_copy_global_to_shared(src.dv, [first, head * V], buf.states, buf.dd.slice(32, 32, dim=0))
+    tma.async_copy_global_to_shared(src.dh, [entry * V, 0], buf.states, buf.dh)
+
+
+@gluon.jit
+def clear_rows(tile, length, neutral):
+    """Overwrite the rows of a tile [rows, columns] whose token, row % 32, is past the end."""
+    L: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [gl.num_warps(), 1], [1, 0])
+    token = gl.arange(0, tile.shape[0], layout=gl.SliceLayout(1, L)) % 32
+    x = tile.load(L)
+    tile.store(gl.where((token < length)[:, None], x, neutral).to(tile.dtype))
+
+
+@gluon.constexpr_function
+def channel_groups(K, V):
+    """[K / 16, V, 16] view of a tile [V, K] of `tile_layout`: groups of 16 channels"""
+    bases = [[0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 0, 8], [1, 0, 0], [2, 0, 0], [0, 1, 8], [1, 2, 0], [2, 4, 0]]
+    v = 8
+    while v < V:
+        bases += [[0, v, 0]]
+        v *= 2
+    return gl.SharedLinearLayout(bases + [[4, 0, 0]] * (K // 128), [], 1024)
+
+
+@gluon.jit
+def state_products(h, dh, K: gl.constexpr, L: gl.constexpr):
+    """rowsum(S dS') [K] for h, dh [V, K]: the diagonals of their products, 16 channels a warp"""
+    V: gl.constexpr = h.shape[0]
+    W: gl.constexpr = K // 16
+    mma: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[gl.num_warps(), 1, 1], instr_shape=[1, 16, 8])
+    h = h._reinterpret(h.dtype, [W, V, 16], channel_groups(K, V)).permute((0, 2, 1))
+    dh = dh._reinterpret(dh.dtype, [W, V, 16], channel_groups(K, V))
+    gram = gl.zeros([W, 16, 16], gl.float32, mma)
+    for i in gl.static_range(V // 32):
+        left = h.slice(32 * i, 32, dim=2).load(gl.DotOperandLayout(0, mma, 2))
+        gram = mma_v2(left, dh.slice(32 * i, 32, dim=1).load(gl.DotOperandLayout(1, mma, 2)), gram)
+    i = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, mma)))[None, :, None]
+    j = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, mma)))[None, None, :]
+    return gl.convert_layout(gl.sum(gl.where(i == j, gram, 0.0), 2).reshape([K]), gl.SliceLayout(1, L))
+
+
+@gluon.jit
+def score_gradients(DN, least, buf, beta_ptr, beta_row, dbeta_ptr, norms_ptr, length, HV, scale, F: gl.constexpr):
+    """Write dZ, dA over size to buf.pairs, dbeta to memory; DN [64, 32] = (do, dv) r^T. Returns (size, 1 / size), size at least `least`."""
+    L: gl.constexpr = DN.type.layout
+    row = gl.arange(0, 64, layout=gl.SliceLayout(1, L))
+    column = gl.arange(0, 32, layout=gl.SliceLayout(0, L))[None, :]
+    lower = row >= 32
+    token = row % 32
+    N_rr = gl.sum(gl.where(column == token[:, None], DN, 0.0), 1)
+    mine = lower & (token < length)
+    beta = gl.load(beta_ptr + token * beta_row, mask=mine, other=0.0).to(gl.float32)
+    if F.beta_sigmoid:
+        beta = (2.0 if F.neg_eigval else 1.0) * rcp(1.0 + ex2(beta * -LOG2E))
+    floor = gl.where(gl.abs(beta) < 2.0**-30, 2.0**-30, beta)
+    dbeta = N_rr / (floor * floor)
+    if F.beta_sigmoid:
+        dbeta *= beta * (1.0 - (0.5 * beta if F.neg_eigval else beta))
+    gl.store(dbeta_ptr + token * HV, dbeta.to(dbeta_ptr.dtype.element_ty), mask=mine)
+    factor = gl.where(lower, -1.0, scale)
+    if not F.l2norm:
+        factor = gl.where(token < length, factor / gl.load(norms_ptr + row), 0.0)
+        key = gl.arange(0, 32, layout=gl.SliceLayout(0, L))
+        DN = DN * gl.where(key < length, 1.0 / gl.load(norms_ptr + 32 + key), 0.0)[None, :]
+    DN = gl.where(column < (token + 1 - lower.to(gl.int32))[:, None], DN * factor[:, None], 0.0)
+    bits = gl.maximum(gl.maximum(gl.max(gl.max(gl.abs(DN), 1), 0), least), 2.0**-60).to(gl.int32, bitcast=True) & 0x7F800000
+    per_size = (0x7F000000 - bits).to(gl.float32, bitcast=True)
+    buf.pairs.store(to_bf16(DN * per_size))
+    return bits.to(gl.float32, bitcast=True), per_size
+
+
+@gluon.jit
+def channel_sums(buf, x, part: gl.constexpr):
+    """Leave the sums over each group of 16 channels of x [K, 32] in buf.sums"""
+    buf.sums.index(part).store(gl.sum(x.reshape([x.shape[0] // 16, 16, 32]), 1))
+
+
+@gluon.jit
+def total_sums(buf, part: gl.constexpr, L: gl.constexpr):
+    """The sums over all channels, [32]"""
+    sums = buf.sums.index(part)
+    by_token: gl.constexpr = gl.BlockedLayout([sums.shape[0], 1], [1, 32], [1, gl.num_warps()], [1, 0])  # each warp adds for itself
+    return gl.convert_layout(gl.sum(sums.load(by_token), 0), L)
+
+
+@gluon.jit
+def store_tile(x, desc, ptr, tile, first, length, head, HV, K: gl.constexpr):
+    """Write x [K, 32] to rows first to first + length: by the copy engine through `tile` [32, K] where that is possible"""
+    aligned: gl.constexpr = ptr.dtype.element_ty == tile.dtype
+    if aligned:
+        if length == 32:
+            tile.permute((1, 0)).store(x.to(tile.dtype))
+            fence_async_shared()
+            tma.async_copy_shared_to_global(desc, [first, head * K], tile)
+    if not aligned or length < 32:
+        L: gl.constexpr = x.type.layout
+        channel = gl.arange(0, K, layout=gl.SliceLayout(1, L))[:, None]
+        token = gl.arange(0, 32, layout=gl.SliceLayout(0, L))[None, :]
+        at = (first.to(gl.int64) * HV + head) * K
+        gl.store(ptr + at + token * (HV * K) + channel, x.to(ptr.dtype.element_ty), mask=token < length)
+
+
+@gluon.jit
+def make_buffers(src, F: gl.constexpr):
+    K: gl.constexpr = F.K
+    V: gl.constexpr = F.V
+    dtype: gl.constexpr = src.q.dtype
+    h = gl.allocate_shared_memory(dtype, [V, K], tile_layout(16))
+    dh = gl.allocate_shared_memory(dtype, [V, K], tile_layout(16))
+    dd = gl.allocate_shared_memory(dtype, [64, V], tile_layout(16))
+    q = gl.allocate_shared_memory(dtype, [32, K], tile_layout(16))
+    k = gl.allocate_shared_memory(dtype, [32, K], tile_layout(16))
+    g = gl.allocate_shared_memory(src.g.dtype, [32, K], tile_layout(src.g.dtype.primitive_bitwidth))
+    both = gl.allocate_shared_memory(dtype, [2, 64, 32], tile_layout(16, 64))
+    r = both._reinterpret(dtype, [V, 32], tile_layout(16, 64))
+    sums = both.index(1)._reinterpret(gl.float32, [2, K // 16, 32], plain_shared(2))
+    inputs = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    states = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(inputs, count=1)
+    mbarrier.init(states, count=1)
+    return Buffers(q, k, g, dd, h, dh, r, both.index(0), sums, inputs, states)
+
+
+@gluon.jit(do_not_specialize=["HV", "group", "beta_row"], do_not_specialize_on_alignment=["beta_ptr"])
+def fused_gradients_kernel(
+    q_desc, k_desc, g_desc, do_desc, dv_desc, h_desc, dh_desc, r_desc,  # as Sources
+    dq_desc, dk_desc, dg_desc,  # [R, HV*K], boxes [32, K]
+    dq_ptr, dk_ptr, dg_ptr,  # the same memory; dq, dk in fp32 where their heads are added afterwards
+    beta_ptr,  # [R, HV], row stride beta_row
+    A_log_ptr, dt_bias_ptr,  # [HV], [HV, K] or None
+    norms_ptr,  # [NC, HV, 2, 32] fp32: as backward_prepare.py
+    dbeta_ptr,  # [R, HV]
+    dA_log_ptr, ddt_bias_ptr,  # [NC, HV], [NC, HV, K] fp32 partial sums, zero where a chunk has no rows, or None
+    chunks_ptr,  # [NC, 4] int32
+    beta_row, HV, group, scale, lower_bound, shift, F: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    K: gl.constexpr = F.K
+    L: gl.constexpr = group_layout(32, num_warps)
+    A: gl.constexpr = gl.DotOperandLayout(0, L, 2)
+    src = Sources(q_desc, k_desc, g_desc, do_desc, dv_desc, h_desc, dh_desc, r_desc)
+    buf = make_buffers(src, F)
+    channel = gl.arange(0, K, layout=gl.SliceLayout(1, L))
+    token = gl.arange(0, 32, layout=gl.SliceLayout(0, L))
+    zero = gl.zeros([K, 32], gl.float32, L)
+    zero_pairs = gl.zeros([64, 32], gl.float32, pair_layout(num_warps))
+    entry = gl.program_id(0)
+    head = entry % HV
+    first, length = bounds(chunks_ptr, entry // HV)
+    if length > 0:
+        request_inputs(src, buf, entry, first, HV, group, F)
+        request_states(src, buf, entry, first, HV, F)
+        rate = 1.0
+        if A_log_ptr is not None:
+            rate = gl.exp(gl.load(A_log_ptr + head).to(gl.float32))
+        bias = gl.zeros([K], gl.float32, gl.SliceLayout(1, L))
+        if dt_bias_ptr is not None:
+            bias = gl.load(dt_bias_ptr + head * K + channel).to(gl.float32)
+        slope = rate * -LOG2E
+        offset = bias * slope
+        factor = LOG2E if F.gate == "none" else lower_bound * LOG2E
+        norms = norms_ptr + entry.to(gl.int64) * 64
+        nq = gl.load(norms + token)
+        nk = gl.load(norms + 32 + token)
+        at = first.to(gl.int64) * HV + head
+
+        mbarrier.wait(buf.inputs, 0)
+        if length < 32:
+            clear_rows(buf.q, length, 0.0)
+            clear_rows(buf.k, length, 0.0)
+            clear_rows(buf.g, length, 0.0 if F.gate == "none" else DEAD)
+        s = widen(buf.g.permute((1, 0)).load(L))
+        if F.gate == "bounded":
+            s = rcp(1.0 + ex2(s * slope + offset[:, None]))
+        last = gl.sum(s, 1) * factor
+        up = ex2(sums_from_first(s) * factor + shift)
+        buf.q.permute((1, 0)).store(to_bf16(widen(buf.q.permute((1, 0)).load(L)) * (up * nq[None, :])))
+        k = widen(buf.k.permute((1, 0)).load(L)) * nk[None, :]
+        buf.k.permute((1, 0)).store(to_bf16(k * up))
+        ky = to_bf16(k * inverse(up))
+
+        mbarrier.wait(buf.states, 0)
+        if length < 32:
+            clear_rows(buf.dd, length, 0.0)
+            fence_async_shared()
+            gl.thread_barrier()
+        rho = state_products(buf.h, buf.dh, K, L)
+        DN = warpgroup_mma(buf.dd, buf.r, zero_pairs, use_acc=False, is_async=True)
+        written = warpgroup_mma(buf.dh.permute((1, 0)), buf.r, zero, use_acc=False, is_async=True)
+        DN, written = warpgroup_mma_wait(0, deps=(DN, written))
+        gl.thread_barrier()  # other tiles may come into r's place
+        least = gl.max(gl.max(gl.abs(written), 1), 0) * 2.0**-10
+        size, per_size = score_gradients(
+            DN, least, buf, beta_ptr + first.to(gl.int64) * beta_row + head, beta_row, dbeta_ptr + at, norms, length, HV, scale, F
+        )  # fmt: skip
+        fence_async_shared()
+        gl.thread_barrier()
+
+        # Gradients over size and the tile's factor: dq = up sum_q, dk = up read + down written.
+        # 2^G = up 2^-shift, 2^(G_C - G) = down 2^(G_C + shift).
+        h = buf.h.permute((1, 0))
+        sum_q = warpgroup_mma(h, buf.dd.slice(0, 32, dim=0).permute((1, 0)), zero, use_acc=False, is_async=True)
+        read = warpgroup_mma(h, buf.dd.slice(32, 32, dim=0).permute((1, 0)), zero, use_acc=False, is_async=True)
+        sum_q, read = warpgroup_mma_wait(0, deps=(sum_q, read))
+        unit = ex2(-shift) * per_size
+        sum_q *= unit * scale
+        read *= -unit
+        written *= (ex2(last + shift) * per_size)[:, None]
+        if not F.l2norm:
+            per_q = gl.where(token < length, 1.0 / gl.load(norms + token), 0.0)[None, :]
+            per_k = gl.where(token < length, 1.0 / gl.load(norms + 32 + token), 0.0)[None, :]
+            sum_q *= per_q
+            read *= per_k
+            written *= per_k
+        rho = ex2(last) * rho + gl.sum(widen(ky) * written, 1) * size
+        dZ = buf.pairs.slice(0, 32, dim=0)
+        dA = buf.pairs.slice(32, 32, dim=0)
+        kyA = gl.convert_layout(ky, A)
+        sum_q = warpgroup_mma(kyA, dZ.permute((1, 0)), sum_q, is_async=True)
+        read = warpgroup_mma(kyA, dA.permute((1, 0)), read, is_async=True)
+        written = warpgroup_mma(buf.q.permute((1, 0)), dZ, written, is_async=True)
+        written = warpgroup_mma(buf.k.permute((1, 0)), dA, written, is_async=True)
+        sum_q, read, written = warpgroup_mma_wait(0, deps=(sum_q, read, written))
+
+        dG = widen(buf.q.permute((1, 0)).load(L)) * sum_q
+        if F.l2norm:
+            channel_sums(buf, dG, 0)
+        sum_q *= up
+        by_reading = widen(buf.k.permute((1, 0)).load(L)) * read
+        dG += by_reading
+        lost = widen(ky) * written
+        dG -= lost
+        if F.l2norm:
+            channel_sums(buf, by_reading + lost, 1)
+        dk = up * read + inverse(up) * written
+        nq = gl.load(norms + token) * size
+        nk = gl.load(norms + 32 + token) * size
+        if F.l2norm:
+            gl.thread_barrier()
+            along_q = total_sums(buf, 0, gl.SliceLayout(0, L))[None, :]
+            along_k = total_sums(buf, 1, gl.SliceLayout(0, L))[None, :]
+            dq = (sum_q - widen(buf.q.permute((1, 0)).load(L)) * (inverse(up) * along_q)) * nq[None, :]
+            dk = (dk - widen(ky) * (up * along_k)) * nk[None, :]
+        else:
+            dq = sum_q * nq[None, :]
+            dk *= nk[None, :]
+        store_tile(dq, dq_desc, dq_ptr, buf.q, first, length, head, HV, K)
+        store_tile(dk, dk_desc, dk_ptr, buf.k, first, length, head, HV, K)
+
+        dg = gl.where((token < length)[None, :], sums_from_last(dG) * size + rho[:, None], 0.0)
+        x = widen(buf.g.permute((1, 0)).load(L))
+        if F.gate == "bounded":
+            e = ex2(x * slope + offset[:, None])
+            s = rcp(1.0 + e)
+            dg *= gl.minimum(e, 2.0**126) * s * s * (lower_bound * rate)
+        total = gl.sum(dg, 1)
+        if dA_log_ptr is not None:
+            gl.store(dA_log_ptr + entry, gl.sum(gl.sum(dg * x, 1) + bias * total, 0))
+        if ddt_bias_ptr is not None:
+            gl.store(ddt_bias_ptr + entry.to(gl.int64) * K + channel, total)
+        store_tile(dg, dg_desc, dg_ptr, buf.g, first, length, head, HV, K)
+        tma.store_wait(0)
+
+
+def boxes(x: torch.Tensor, rows: int, columns: int, stride: int, height: int, width: int) -> TensorDescriptor:
+    """The copy engine's view of x as a matrix [rows, columns], in boxes [height, width]"""
+    layout = gl.NVMMASharedLayout(min(128, width * x.element_size()), 8 * x.element_size(), 2)
+    return TensorDescriptor(x, [rows, columns], [stride, 1], [height, width], layout)
+
+
+def of_tokens(x: torch.Tensor) -> TensorDescriptor:
+    """x [B, T, heads, D] in boxes of a chunk of one head"""
+    B, T, H, D = x.shape
+    rows, stride = packed_rows(x)
+    return boxes(rows, B * T, H * D, stride, C, D)
+
+
+def of_chunks(x: torch.Tensor) -> TensorDescriptor:
+    """x [NC, HV, rows, D], contiguous, in boxes of one chunk and head"""
+    NC, HV, rows, D = x.shape
+    return boxes(x, NC * HV * rows, D, D, rows, D)
+
+
+def fused_gradients(
+    problem: Problem, plan: Plan, inputs: Inputs, norms: torch.Tensor, do: torch.Tensor, h: torch.Tensor, dh: torch.Tensor, r: torch.Tensor,
+    dv: torch.Tensor, dq: torch.Tensor, dk: torch.Tensor, dg: torch.Tensor, dbeta: torch.Tensor,
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
+    """Write dq, dk (per value head), dg [B, T, HV, K] and dbeta [B, T, HV]; return the gradients of A_log [HV] and dt_bias [HV, K] in
+    fp32 (None if absent).
+
+    Args: do, dv [B, T, HV, V]; h, dh, r from both_scans. Partial sums are written per chunk and added in one order: no atomics."""
+    HV, K, NC, device = problem.HV, problem.K, plan.num_chunks, do.device
+    create = torch.zeros if problem.varlen else torch.empty  # chunks without rows write nothing
+    partial = lambda present, *n: create(NC, HV, *n, dtype=torch.float32, device=device) if present else None
+    dA_log, ddt_bias = partial(problem.has_A_log), partial(problem.has_dt_bias, K)
+    if NC:
+        beta = as_rows(inputs.beta)
+        results = (dq, dk, dg)
+        form = Form(K, problem.V, problem.gate, problem.qk_l2norm, problem.beta_sigmoid, problem.neg_eigval)
+        fused_gradients_kernel[(NC * HV,)](
+            *map(of_tokens, (inputs.q, inputs.k, inputs.g, do, dv)), *map(of_chunks, (h, dh, r)), *map(of_tokens, results), *results, beta,
+            contiguous(inputs.A_log), contiguous(inputs.dt_bias), norms, dbeta, dA_log, ddt_bias, plan.chunks, beta.stride(0), HV,
+            problem.group, float(problem.scale), float(problem.lower_bound), half_span(problem), form, num_warps=min(WARPS, K // 16),
+            maxnreg=1024 // WARPS,
+        )  # fmt: skip
+    total = lambda x: None if x is None else x.sum(0)
+    return total(dA_log), total(ddt_bias)
