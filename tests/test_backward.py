@@ -53,10 +53,11 @@ def test_mixed_dtypes(device, dtype, gate_dtype, beta_dtype):
     check(make_case("random", T=37, H=2, K=16, dtype=dtype, gate_dtype=gate_dtype, beta_dtype=beta_dtype, device=device))
 
 
-@pytest.mark.parametrize(("H", "K", "V"), [(12, 1, 1), (1, 3, 17), (1, 40, 16), (1, 129, 5), (1, 16, 256), (1, 256, 16)])
-def test_head_dims(device, H, K, V):
-    """Several heads where a head's state is one number, which has no ratio of errors to speak of."""
-    check(make_case("init", T=35, H=H, K=K, V=V, device=device))
+@pytest.mark.parametrize(("K", "V"), [(1, 1), (3, 17), (40, 16), (129, 5), (16, 256), (256, 16)])
+def test_head_dims(device, K, V):
+    """The gradient of a state of one number is left out: a ratio of errors needs more than that."""
+    wanted = ("q", "k", "v", "g", "beta", "A_log", "dt_bias") if K * V == 1 else None
+    check(make_case("init", T=35, H=1, K=K, V=V, device=device), wanted=wanted)
 
 
 @pytest.mark.parametrize(
