@@ -11,8 +11,6 @@ PROBLEMS = {
     "all options": dict(),
     "gate computed outside, ragged, grouped": dict(raw=False, qk_l2norm=False, lengths=(70, 3), H=1, HV=2, state_v_first=True),
     "64 channels": dict(K=64, V=64, initial_state=False),
-    "no lower bound": dict(bounded=False),
-    "any log decay, ragged": dict(bounded=False, raw=False, qk_l2norm=False, gate_dtype=torch.float32, lengths=(70, 3)),
 }
 
 

@@ -7,10 +7,8 @@
     dg_t = 2^G_C rowsum(S dS') + sum_j (k dk_written)_j [state part] + sum_{j >= t} dG_j
 
 x = 2^(G + shift), y = 2^(-G - shift) and the normalised rows are those of backward_prepare.py; qx, kx, ky are rounded to bf16, and dG
-multiplies by them as rounded: inside the suffix sum the two ends of a pair must cancel. A bounded gate cancels no term above e^5 times the
-result. Gates that may forget everything keep the state part apart, as portable/backward_inputs.py does, and take pairs by segments:
-
-    dg_t = 2^G_C rowsum(S dS') + sum_{j < t} (k dk_written)_j [state part] + sum_{j >= t} dG_j [written: pairs only]
+multiplies by them as rounded: inside the suffix sum the two ends of a pair must cancel. The gate is bounded, so no term that the sum
+cancels is above e^5 times its result (portable/backward_inputs.py keeps the state part apart, for gates that forget everything).
 
 Sums over tokens are products with triangles of ones, the summand split into bf16 parts: they run where the accumulators already are. All
 tiles stand transposed, channels by tokens: an accumulator then is the next product's left operand.
@@ -25,11 +23,11 @@ import torch
 import triton
 import triton.language as tl
 
-from openkda.hopper.backward_prepare import C, Prepared, bounded_sigmoid, decay_bits, gate_rate, half_span, softplus_sigmoid
+from openkda.hopper.backward_prepare import C, Prepared, bounded_sigmoid, decay_bits, gate_rate, half_span
 from openkda.hopper.backward_scores import ScoreGradients
 from openkda.hopper.instructions import exp2, to_bf16, to_fp32
 from openkda.plan import Plan
-from openkda.portable.backward_inputs import CUT, load_channels, store_channels
+from openkda.portable.backward_inputs import load_channels, store_channels
 from openkda.portable.tile import as_rows, chunk_bounds, contiguous, load_tile
 from openkda.problem import Inputs, Problem
 
@@ -55,94 +53,13 @@ def with_bias(x, bias):
         return x.to(tl.float32) + bias[:, None]
 
 
-@triton.jit
-def any_gradients(
-    q, k, G, last, shift, S, dS, do, dD, r, dZ, dA, nq, nk, live, size, scale, starts_ptr, pairs_ptr, sums_ptr, dq_ptr, dk_ptr, rows,
-    row, cols,
-    K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, L2NORM: tl.constexpr, element: tl.constexpr,
-):  # fmt: skip
-    """Write dq, dk and return dg over size but for rho [BK], which all rows share: gates without a bound, pairs by segments."""
-    i = rows[:, None]
-    j = rows[None, :]
-    start = tl.load(starts_ptr + rows)
-    per_size = 1.0 / size
-    fq = scale * per_size
-    fk = tl.zeros_like(nk) + per_size
-    if not L2NORM:
-        fq = fq / tl.where(live, nq, 1.0)
-        fk = fk / tl.where(live, nk, 1.0)
-    rho = exp2(last) * tl.sum(S.to(tl.float32) * dS.to(tl.float32), 0)
-    qf = to_fp32(q) * nq[None, :]
-    kf = to_fp32(k) * nk[None, :]
-    # The state's part.
-    up = exp2(G)
-    dq = tl.dot(tl.trans(S), tl.trans(do)) * up * fq
-    dG = qf * dq
-    read = tl.dot(tl.trans(S), tl.trans(dD)) * up * -fk[None, :]
-    dG += kf * read
-    stored = tl.dot(tl.trans(dS), r) * exp2(last[:, None] - G) * fk[None, :]
-    dg = sum_tokens(kf * stored, tl.where(i < j, 1.0, 0.0).to(element), element)
-    dk = read + stored
-    # Pairs within segments.
-    first = tl.min(tl.where(start > 0, start, C), 0)
-    N = G
-    s = first
-    while s < C:
-        entry = tl.sum(tl.where(j == s - 1, G, 0.0), 1)
-        N = tl.where(j >= s, G - entry[:, None], N)
-        s = tl.min(tl.where(start > s, start, C), 0)
-    same = start[:, None] == start[None, :]
-    Z = tl.where(same, dZ, 0.0)
-    A = tl.where(same, dA, 0.0)
-    up = exp2(N + shift)
-    down = exp2(-N - shift)
-    qx = to_bf16(qf * up)
-    kx = to_bf16(kf * up)
-    ky = to_bf16(kf * down)
-    p = tl.dot(ky, tl.trans(Z))
-    dq += up * p
-    dG += to_fp32(qx) * p
-    p = tl.dot(ky, tl.trans(A))
-    dk += up * p
-    dG += to_fp32(kx) * p
-    p = tl.dot(kx, A, acc=tl.dot(qx, Z))
-    dk += down * p
-    dG -= to_fp32(ky) * p
-    # Pairs of a segment's rows and the rows before it.
-    s = first
-    while s < C:
-        entry = tl.sum(tl.where(j == s - 1, G, 0.0), 1)
-        f = exp2(-tl.abs(G - entry[:, None]))
-        qx = to_bf16(to_fp32(q) * nq[None, :] * f)
-        kx = to_bf16(to_fp32(k) * nk[None, :] * f)
-        pairs = (start == s)[:, None] & (j < s)
-        Z = tl.where(pairs, tl.load(pairs_ptr), 0.0)
-        A = tl.where(pairs, tl.load(pairs_ptr + C * C), 0.0)
-        p = tl.dot(kx, tl.trans(Z))
-        dq += f * p
-        dG += to_fp32(qx) * p
-        p = tl.dot(qx, Z, acc=tl.dot(kx, A + tl.trans(A)))  # rows of the segment as they read, rows before as they are read
-        dk += f * p
-        p *= to_fp32(kx)
-        dG += tl.where(j < s, -p, p)
-        s = tl.min(tl.where(start > s, start, C), 0)
-    dq *= (nq * size)[None, :]
-    dk *= (nk * size)[None, :]
-    if L2NORM:
-        dq -= to_fp32(q) * (nq * tl.load(sums_ptr + rows))[None, :]
-        dk -= to_fp32(k) * (nk * tl.load(sums_ptr + C + rows))[None, :]
-    store_channels(dq_ptr, dq, rows, row, cols, live, K, BK)
-    store_channels(dk_ptr, dk, rows, row, cols, live, K, BK)
-    return dg + sum_tokens(dG, tl.where(i >= j, 1.0, 0.0).to(element), element), rho
-
-
 @triton.jit(do_not_specialize=["HV", "group"])
 def chunk_gradients_kernel(
     q_ptr, k_ptr,  # [R, H, K], row strides q_row, k_row, head strides q_head, k_head
     g_ptr,  # [R, HV, K] as given, row stride g_row, head stride g_head
     A_log_ptr, dt_bias_ptr,  # [HV], [HV, K] or None
     do_ptr, dv_ptr,  # [R, HV, V]; do with row stride do_row, head stride do_head
-    norms_ptr, starts_ptr,  # as Prepared
+    norms_ptr,  # as Prepared
     h_ptr, dh_ptr,  # [NC, HV, V, K]
     r_ptr,  # [NC, HV, V, C]
     pairs_ptr, sums_ptr,  # as ScoreGradients
@@ -170,7 +87,6 @@ def chunk_gradients_kernel(
     live = rows < length
     at = first * HV + h
     hq = h // group
-    ANY: tl.constexpr = starts_ptr is not None
     state = entry * (K * V) + vv[:, None] * K + cols[None, :]
     S = tl.load(h_ptr + state)
     dS = tl.load(dh_ptr + state)
@@ -196,78 +112,64 @@ def chunk_gradients_kernel(
     per_size = 1.0 / size
     element: tl.constexpr = h_ptr.dtype.element_ty
 
-    bits = decay_bits(with_bias(x, bias), rate, lower_bound, GATE, ANY)
+    rho = tl.sum(S.to(tl.float32) * dS.to(tl.float32), 0)
+    bits = decay_bits(with_bias(x, bias), rate, lower_bound, GATE)
     bits = tl.where(live[None, :], bits, 0.0)
     G = sum_tokens(bits, tl.where(rows[:, None] <= rows[None, :], 1.0, 0.0).to(element), element)
     last = tl.sum(bits, 1)
-    if ANY:
-        dg, rho = any_gradients(
-            q, k, G, last, shift, S, dS, do, dD, r, dZ, dA, nq, nk, live, size, scale, starts_ptr + entry * C, pairs_ptr, sums_ptr,
-            dq_ptr + at * K, dk_ptr + at * K, rows, HV * K, cols, K, C, BK, L2NORM, element,
-        )  # fmt: skip
-        x = load_channels(g_ptr, rows, g_row, cols, live, K, BK)
-    else:
-        rho = tl.sum(S.to(tl.float32) * dS.to(tl.float32), 0)
-        up = exp2(G + shift)
-        down = exp2(-G - shift)
-        kf = to_fp32(k) * nk[None, :]
-        kx = to_bf16(kf * up)
-        ky = to_bf16(kf * down)
-        qx = to_bf16(to_fp32(q) * nq[None, :] * up)
+    up = exp2(G + shift)
+    down = exp2(-G - shift)
+    kf = to_fp32(k) * nk[None, :]
+    kx = to_bf16(kf * up)
+    ky = to_bf16(kf * down)
+    qx = to_bf16(to_fp32(q) * nq[None, :] * up)
 
-        if L2NORM:
-            along_q = tl.load(sums_ptr + rows)
-            along_k = tl.load(sums_ptr + C + rows)
-        # Gradients over size and the tile's factor: dq = up sum_q, dk = up read + stored + down written. 2^G = up 2^-shift.
-        sum_q = tl.dot(tl.trans(S), tl.trans(do)) * (exp2(-shift) * scale * per_size)
-        if not L2NORM:
-            sum_q /= tl.where(live, nq, 1.0)[None, :]
-        sum_q = tl.dot(ky, tl.trans(dZ), acc=sum_q)
-        dG = to_fp32(qx) * sum_q
-        dq = up * sum_q * (nq * size)[None, :]
-        if L2NORM:
-            dq -= to_fp32(qx) * down * along_q[None, :]
-        store_channels(dq_ptr + at * K, dq, rows, HV * K, cols, live, K, BK)
+    if L2NORM:
+        along_q = tl.load(sums_ptr + rows)
+        along_k = tl.load(sums_ptr + C + rows)
+    # Gradients over size and the tile's factor: dq = up sum_q, dk = up read + stored + down written. 2^G = up 2^-shift.
+    sum_q = tl.dot(tl.trans(S), tl.trans(do)) * (exp2(-shift) * scale * per_size)
+    if not L2NORM:
+        sum_q /= tl.where(live, nq, 1.0)[None, :]
+    sum_q = tl.dot(ky, tl.trans(dZ), acc=sum_q)
+    dG = to_fp32(qx) * sum_q
+    dq = up * sum_q * (nq * size)[None, :]
+    if L2NORM:
+        dq -= to_fp32(qx) * down * along_q[None, :]
+    store_channels(dq_ptr + at * K, dq, rows, HV * K, cols, live, K, BK)
 
-        read = tl.dot(tl.trans(S), tl.trans(dD)) * (exp2(-shift) * -per_size)
-        if not L2NORM:
-            read /= tl.where(live, nk, 1.0)[None, :]
-        read = tl.dot(ky, tl.trans(dA), acc=read)
-        dG += to_fp32(kx) * read
-        dk = up * read
-        # The state's part of a key as it is written, over size: 2^(G_C - G) = down 2^(G_C + shift), at most 1, before anything else.
-        stored = tl.dot(tl.trans(dS), r) * (down * exp2(last + shift)[:, None]) * per_size
-        if not L2NORM:
-            stored /= tl.where(live, nk, 1.0)[None, :]
-        dk += stored
-        stored *= to_fp32(ky) * up
-        dG -= stored
-        rho = exp2(last) * rho + tl.sum(stored, 1) * size
-        x = load_channels(g_ptr, rows, g_row, cols, live, K, BK)  # again: from the cache, rather than in registers all the way
-        written = tl.dot(kx, dA, acc=tl.dot(qx, dZ))
-        dG -= to_fp32(ky) * written
-        dk = (dk + down * written) * (nk * size)[None, :]
-        if L2NORM:
-            dk -= to_fp32(ky) * up * along_k[None, :]
-        store_channels(dk_ptr + at * K, dk, rows, HV * K, cols, live, K, BK)
+    read = tl.dot(tl.trans(S), tl.trans(dD)) * (exp2(-shift) * -per_size)
+    if not L2NORM:
+        read /= tl.where(live, nk, 1.0)[None, :]
+    read = tl.dot(ky, tl.trans(dA), acc=read)
+    dG += to_fp32(kx) * read
+    dk = up * read
+    # The state's part of a key as it is written, over size: 2^(G_C - G) = down 2^(G_C + shift), at most 1, before anything else.
+    stored = tl.dot(tl.trans(dS), r) * (down * exp2(last + shift)[:, None]) * per_size
+    if not L2NORM:
+        stored /= tl.where(live, nk, 1.0)[None, :]
+    dk += stored
+    stored *= to_fp32(ky) * up
+    dG -= stored
+    rho = exp2(last) * rho + tl.sum(stored, 1) * size
+    x = load_channels(g_ptr, rows, g_row, cols, live, K, BK)  # again: from the cache, rather than in registers all the way
+    written = tl.dot(kx, dA, acc=tl.dot(qx, dZ))
+    dG -= to_fp32(ky) * written
+    dk = (dk + down * written) * (nk * size)[None, :]
+    if L2NORM:
+        dk -= to_fp32(ky) * up * along_k[None, :]
+    store_channels(dk_ptr + at * K, dk, rows, HV * K, cols, live, K, BK)
 
-        dg = sum_tokens(dG, tl.where(rows[:, None] >= rows[None, :], 1.0, 0.0).to(element), element)
+    dg = sum_tokens(dG, tl.where(rows[:, None] >= rows[None, :], 1.0, 0.0).to(element), element)
     dg = tl.where(live[None, :], dg * size + rho[:, None], 0.0)
     x = with_bias(x, bias)
     if GATE == "bounded":
         s, rest = bounded_sigmoid(x, rate)
         dg *= s * rest * (lower_bound * rate)
-        dA_log = dg * x
-    elif GATE == "softplus":
-        s, slope = softplus_sigmoid(x)
-        dg = tl.where(s * rate > -CUT, 0.0, dg)
-        dA_log = dg * s * -rate
-        dg *= slope * -rate
-    elif ANY:
-        dg = tl.where(x < CUT, 0.0, dg)
     store_channels(dg_ptr + at * K, dg, rows, HV * K, cols, live, K, BK)
     if dA_log_ptr is not None:
-        tl.store(dA_log_ptr + entry * BLOCKS + block, tl.sum(tl.sum(tl.where(live[None, :], dA_log, 0.0), 0), 0))
+        total = tl.sum(tl.sum(tl.where(live[None, :], dg * x, 0.0), 0), 0)
+        tl.store(dA_log_ptr + entry * BLOCKS + block, total)
     if ddt_bias_ptr is not None:
         tl.store(ddt_bias_ptr + entry * K + cols, tl.sum(dg, 1))
 
@@ -285,11 +187,10 @@ def chunk_gradients(
     q, k, g, do = (as_rows(x) for x in (inputs.q, inputs.k, inputs.g, do))
     if NC:
         chunk_gradients_kernel[(K // BLOCK_K * NC * HV,)](
-            q, k, g, contiguous(inputs.A_log), contiguous(inputs.dt_bias), do, dv, p.norms, p.starts, h, dh, r, scores.pairs, scores.sums,
-            dq, dk, dg, dA_log, ddt_bias, plan.chunks, q.stride(0), q.stride(1), k.stride(0), k.stride(1), g.stride(0), g.stride(1),
-            do.stride(0), do.stride(1), float(problem.scale), float(problem.lower_bound or 0.0), half_span(problem), HV, problem.group,
-            K=K, V=problem.V, C=C, BK=BLOCK_K, GATE=problem.gate, L2NORM=problem.qk_l2norm, num_warps=4,
-            maxnreg=168 if problem.bounded else 255,
+            q, k, g, contiguous(inputs.A_log), contiguous(inputs.dt_bias), do, dv, p.norms, h, dh, r, scores.pairs, scores.sums, dq, dk, dg,
+            dA_log, ddt_bias, plan.chunks, q.stride(0), q.stride(1), k.stride(0), k.stride(1), g.stride(0), g.stride(1), do.stride(0),
+            do.stride(1), float(problem.scale), float(problem.lower_bound), half_span(problem), HV, problem.group, K=K, V=problem.V, C=C,
+            BK=BLOCK_K, GATE=problem.gate, L2NORM=problem.qk_l2norm, num_warps=4, maxnreg=168,
         )  # fmt: skip
     total = lambda x: None if x is None else x.sum(0)
     return None if dA_log is None else dA_log.sum((0, 2)), total(ddt_bias)

@@ -7,11 +7,6 @@ x = 2^(G + shift) and y = 2^(-G - shift) split the factor of a pair (row r, colu
 at g = -5 span 2^231, and shift, half of that, keeps both factors within 2^-116 and 2^116. Rows are normalised first, with or without an L2
 norm in the problem, so that what falls below bf16's smallest number is below 2^-10 of its row. w is negative, so that both scans only add.
 
-A gate without a bound takes the same form inside segments of a chunk (`segments`): rows are cut, from the first on, wherever some channel
-would leave the span, so almost always there is one segment. A token is held at the span, which leaves nothing in fp32 either. Rows of a
-later segment meet all rows before it about the state at the segment's entry, both factors at most 1. A cut depends on its own row and on
-rows before it: causality is bit-exact.
-
 The inverse doubles its blocks, 1, 2, 4, 8, 16 rows: X <- X - X L_s X, where L_s holds the pairs of an odd and an even block of s rows;
 every iterate is the exact inverse of a block-diagonal part of I + L, so nothing grows.
 
@@ -27,13 +22,12 @@ import torch
 import triton
 import triton.language as tl
 
-from openkda.hopper.instructions import divide, exp2, to_fp32
+from openkda.hopper.instructions import divide, exp2
 from openkda.plan import Plan
 from openkda.portable.tile import LOG2E, as_rows, chunk_bounds, contiguous, load_beta, load_tile, nonzero_beta
 from openkda.problem import Inputs, Problem
 
 C = 32  # tokens per chunk: the span of the pair factors allows no more
-SPAN = tl.constexpr(32 * 5 * 1.4427)  # bits that two pair factors share at most: 32 tokens at the lowest bound there is
 
 
 class Prepared(NamedTuple):
@@ -46,7 +40,6 @@ class Prepared(NamedTuple):
     qg: torch.Tensor  # [NC, HV, C, K]
     decay: torch.Tensor  # [NC, HV, K] fp32
     norms: torch.Tensor  # [NC, HV, 2, C] fp32: 1 / |q|, 1 / |k|; zero on rows past the end
-    starts: torch.Tensor | None  # [NC, HV, C] int32: first row of each row's segment; None for bounded gates, which have one
 
 
 @triton.jit
@@ -67,90 +60,12 @@ def bounded_sigmoid(x, rate):
 
 
 @triton.jit
-def softplus_sigmoid(x):
-    """(softplus(x), sigmoid(x)), both with small relative error: portable/gate.py has the series."""
-    y = exp2(tl.abs(x) * -LOG2E)
-    z = divide(y, 2.0 + y)
-    s = z * z
-    p = 1.0 / 15
-    for n in tl.static_range(13, 1, -2):
-        p = p * s + 1.0 / n
-    return tl.maximum(x, 0.0) + 2.0 * z * (1.0 + s * p), divide(tl.where(x < 0.0, y, 1.0), 1.0 + y)
-
-
-@triton.jit
-def decay_bits(x, rate, lower_bound, GATE: tl.constexpr, ANY: tl.constexpr):
-    """log2 of the decay from the gate as given plus its bias; without a bound held at -SPAN."""
+def decay_bits(x, rate, lower_bound, GATE: tl.constexpr):
+    """log2 of the decay from the gate as given plus its bias."""
     if GATE == "none":
-        bits = x * LOG2E
-    elif GATE == "softplus":
-        bits = softplus_sigmoid(x)[0] * (rate * -LOG2E)
+        return x * LOG2E
     else:
-        bits = bounded_sigmoid(x, rate)[0] * (lower_bound * LOG2E)
-    if ANY:
-        bits = tl.where(bits < -SPAN, -SPAN, bits)  # NaN stays
-    return bits
-
-
-@triton.jit
-def wide(x):
-    """x in fp32"""
-    if x.dtype == tl.bfloat16:
-        return to_fp32(x)
-    else:
-        return x.to(tl.float32)
-
-
-@triton.jit
-def reciprocal_norm(x, live, L2NORM: tl.constexpr):
-    """1 / |x| of live rows, else 0; the L2 norm's, or for rows that no norm is asked of"""
-    EPS: tl.constexpr = 1e-6 if L2NORM else 1e-30
-    x = wide(x)
-    return tl.where(live, tl.rsqrt(tl.sum(x * x, 1) + EPS), 0.0)
-
-
-@triton.jit
-def times(x, n, f):
-    """Rows x [C, K] times n [C] and f [C, K], fp32"""
-    return wide(x) * (f * n[:, None])
-
-
-@triton.jit
-def store_state_tiles(qg_ptr, kg_ptr, q, k, fq, fk, L2NORM: tl.constexpr):
-    """Write qg, kg from normalised rows that have their decay."""
-    tl.store(qg_ptr, (q * fq[:, None]).to(qg_ptr.dtype.element_ty))
-    if not L2NORM:
-        k *= fk[:, None]
-    tl.store(kg_ptr, k.to(kg_ptr.dtype.element_ty))
-
-
-@triton.jit
-def segments(G, rows, span, C: tl.constexpr):
-    """The first row of each row's segment [C], and the prefix sum G [C, K] counted from there."""
-    start = tl.zeros([C], tl.int32)
-    N = G
-    cut = tl.sum(tl.where(tl.min(G, 1) >= -span, 1, 0), 0)  # rows from the last cut on that fit, and all before it
-    while cut < C:
-        start = tl.where(rows >= cut, cut, start)
-        entry = tl.sum(tl.where((rows == cut - 1)[:, None], G, 0.0), 0)
-        N = tl.where((rows >= cut)[:, None], G - entry[None, :], N)
-        cut = tl.maximum(tl.sum(tl.where(tl.min(G - entry[None, :], 1) >= -span, 1, 0), 0), cut + 1)  # a row of NaN fits nowhere
-    return start, N
-
-
-@triton.jit
-def segment_scores(Aqk, L, q, k, nq, nk, G, start, rows, C: tl.constexpr, element: tl.constexpr):
-    """Aqk, L [C, C] with the pairs of every segment's rows and the rows before it; q, k [C, K] and nq, nk [C] their factors."""
-    s = tl.min(tl.where(start > 0, start, C), 0)
-    while s < C:
-        entry = tl.sum(tl.where((rows == s - 1)[:, None], G, 0.0), 0)
-        f = exp2(-tl.abs(G - entry[None, :]))
-        kf = times(k, nk, f).to(element)
-        pairs = (start == s)[:, None] & (rows < s)[None, :]
-        Aqk = tl.where(pairs, tl.dot(times(q, nq, f).to(element), tl.trans(kf)), Aqk)
-        L = tl.where(pairs, tl.dot(kf, tl.trans(kf)), L)
-        s = tl.min(tl.where(start > s, start, C), 0)
-    return Aqk, L
+        return bounded_sigmoid(x, rate)[0] * (lower_bound * LOG2E)
 
 
 @triton.jit
@@ -184,7 +99,7 @@ def prepare_chunk_kernel(
     g_ptr,  # [R, HV, K] as given, row stride g_row, head stride g_head
     beta_ptr,  # [R, HV], row stride beta_row
     A_log_ptr, dt_bias_ptr,  # [HV], [HV, K] or None
-    Aqk_ptr, T_ptr, w_ptr, kg_ptr, qg_ptr, decay_ptr, norms_ptr, starts_ptr,  # as Prepared
+    Aqk_ptr, T_ptr, w_ptr, kg_ptr, qg_ptr, decay_ptr, norms_ptr,  # as Prepared
     chunks_ptr,  # [NC, 4] int32
     q_row, q_head, k_row, k_head, g_row, g_head, beta_row,
     scale, lower_bound, shift, HV, group,
@@ -196,21 +111,21 @@ def prepare_chunk_kernel(
     if length <= 0:
         return
     hq = h // group
-    ANY: tl.constexpr = starts_ptr is not None
     rows = tl.arange(0, C)
     cols = tl.arange(0, K)
     live = rows < length
-    q = load_tile(q_ptr + first * q_row + hq * q_head, rows, q_row, cols, live, K, K)
-    k = load_tile(k_ptr + first * k_row + hq * k_head, rows, k_row, cols, live, K, K)
+    q = load_tile(q_ptr + first * q_row + hq * q_head, rows, q_row, cols, live, K, K).to(tl.float32)
+    k = load_tile(k_ptr + first * k_row + hq * k_head, rows, k_row, cols, live, K, K).to(tl.float32)
     x = load_tile(g_ptr + first * g_row + h * g_head, rows, g_row, cols, live, K, K).to(tl.float32)
     beta = nonzero_beta(load_beta(beta_ptr + first * beta_row + h, rows, beta_row, live, SIGMOID, NEG))
     if dt_bias_ptr is not None:
         x += tl.load(dt_bias_ptr + h * K + cols).to(tl.float32)[None, :]
-    bits = tl.where(live[:, None], decay_bits(x, gate_rate(A_log_ptr, h), lower_bound, GATE, ANY), 0.0)
+    bits = tl.where(live[:, None], decay_bits(x, gate_rate(A_log_ptr, h), lower_bound, GATE), 0.0)
     G = tl.cumsum(bits, axis=0)
     last = tl.sum(bits, 0)
-    nq = reciprocal_norm(q, live, L2NORM)
-    nk = reciprocal_norm(k, live, L2NORM)
+    EPS: tl.constexpr = 1e-6 if L2NORM else 1e-30
+    nq = tl.where(live, tl.rsqrt(tl.sum(q * q, 1) + EPS), 0.0)
+    nk = tl.where(live, tl.rsqrt(tl.sum(k * k, 1) + EPS), 0.0)
     fq = tl.where(live, scale, 0.0)  # what the normalised rows are multiplied with
     fk = tl.where(live, 1.0, 0.0)
     if not L2NORM:
@@ -218,32 +133,23 @@ def prepare_chunk_kernel(
         fk = tl.where(live, 1.0 / nk, 0.0)
     element: tl.constexpr = w_ptr.dtype.element_ty
     at = entry * (C * K) + rows[:, None] * K + cols[None, :]
-    if ANY:
-        start, N = segments(G, rows, 2.0 * shift, C)
-        tl.store(starts_ptr + entry * C + rows, start)
-    else:
-        N = G
-    up = exp2(N + shift)  # 2^G = up 2^-shift in the first segment
-    qx = times(q, nq, up)
-    kx = times(k, nk, up).to(element)
-    ky = times(k, nk, exp2(-N - shift))
-    if not ANY:  # 2^(G_C - G) = ky 2^(G_C + shift)
-        store_state_tiles(qg_ptr + at, kg_ptr + at, qx * exp2(-shift), ky * exp2(last + shift)[None, :], fq, fk, L2NORM)
+    up = exp2(G + shift)  # 2^G = up 2^-shift
+    down = exp2(-G - shift)  # 2^(G_C - G) = down 2^(G_C + shift)
+    qx = q * (up * nq[:, None])
+    tl.store(qg_ptr + at, (qx * (fq * exp2(-shift))[:, None]).to(element))
+    k *= nk[:, None]
+    kx = (k * up).to(element)
+    ky = k * down
+    kg = ky * exp2(last + shift)[None, :]
+    if not L2NORM:
+        kg *= fk[:, None]
+    tl.store(kg_ptr + at, kg.to(element))
     tl.store(decay_ptr + entry * K + cols, exp2(last))
     tl.store(norms_ptr + entry * (2 * C) + rows, nq)
     tl.store(norms_ptr + entry * (2 * C) + C + rows, nk)
     ky = tl.trans(ky.to(element))
     Aqk = tl.dot(qx.to(element), ky)
     L = tl.dot(kx, ky)
-    if ANY:
-        Aqk, L = segment_scores(Aqk, L, q, k, nq, nk, G, start, rows, C, element)
-        up = exp2(G)
-        kd = times(k, nk, up).to(element)
-        store_state_tiles(qg_ptr + at, kg_ptr + at, times(q, nq, up), times(k, nk, exp2(last[None, :] - G)), fq, fk, L2NORM)
-        unit: tl.constexpr = 1.0
-    else:
-        kd = kx
-        unit = exp2(-0.5 * shift)
     r = rows[:, None]
     i = rows[None, :]
     square = entry * (C * C) + r * C + i
@@ -255,32 +161,29 @@ def prepare_chunk_kernel(
     square += entry * (C * C)
     tl.store(T_ptr + square, high)
     tl.store(T_ptr + C * C + square, (T - high.to(tl.float32)).to(element))
-    # 2^G k = kd unit^2, one factor now, so that a small beta stays a normal number.
-    T = X * (live_beta * fk * -unit)[None, :]
+    # 2^G k = kx 2^-shift; half of that factor now, so that a small beta stays a normal number.
+    T = X * (live_beta * fk * -exp2(-0.5 * shift))[None, :]
     high = T.to(element)
-    w = tl.dot((T - high.to(tl.float32)).to(element), kd, acc=tl.dot(high, kd)) * unit
+    w = tl.dot((T - high.to(tl.float32)).to(element), kx, acc=tl.dot(high, kx)) * exp2(-0.5 * shift)
     tl.store(w_ptr + at, w.to(element))
 
 
 def half_span(problem: Problem) -> float:
-    """Half of the bits that a chunk, or a segment, can decay by: `shift` of the pair factors."""
-    return 0.5 * (C * 1.4427 * -problem.lower_bound if problem.bounded else SPAN.value)
+    """Half of the bits that a chunk can decay by: `shift` of the pair factors."""
+    return 0.5 * C * 1.4427 * -problem.lower_bound
 
 
 def prepare_chunks(problem: Problem, plan: Plan, inputs: Inputs) -> Prepared:
     """The tiles of every chunk of a plan with C tokens a chunk; unused rows of the plan's table are not written."""
     HV, K, NC, dtype, device = problem.HV, problem.K, plan.num_chunks, problem.dtype, inputs.q.device
     new = lambda *shape, dtype=dtype: torch.empty(NC, HV, *shape, dtype=dtype, device=device)
-    p = Prepared(
-        new(C, C), new(2, C, C), new(C, K), new(C, K), new(C, K), new(K, dtype=torch.float32), new(2, C, dtype=torch.float32),
-        None if problem.bounded else new(C, dtype=torch.int32),
-    )  # fmt: skip
+    p = Prepared(new(C, C), new(2, C, C), new(C, K), new(C, K), new(C, K), new(K, dtype=torch.float32), new(2, C, dtype=torch.float32))
     q, k, g, beta = (as_rows(x) for x in (inputs.q, inputs.k, inputs.g, inputs.beta))
     if NC:
         prepare_chunk_kernel[(NC * HV,)](
             q, k, g, beta, contiguous(inputs.A_log), contiguous(inputs.dt_bias), *p, plan.chunks, q.stride(0), q.stride(1), k.stride(0),
-            k.stride(1), g.stride(0), g.stride(1), beta.stride(0), float(problem.scale), float(problem.lower_bound or 0.0),
-            half_span(problem), HV, problem.group, K=K, C=C, GATE=problem.gate, L2NORM=problem.qk_l2norm, SIGMOID=problem.beta_sigmoid,
-            NEG=problem.neg_eigval, num_warps=4, maxnreg=168 if problem.bounded else 255,
+            k.stride(1), g.stride(0), g.stride(1), beta.stride(0), float(problem.scale), float(problem.lower_bound), half_span(problem),
+            HV, problem.group, K=K, C=C, GATE=problem.gate, L2NORM=problem.qk_l2norm, SIGMOID=problem.beta_sigmoid,
+            NEG=problem.neg_eigval, num_warps=4, maxnreg=168,
         )  # fmt: skip
     return p
