@@ -112,8 +112,7 @@ def launches(problem: Problem, config: Config, strides: Strides, kinds: Kinds) -
 
     def pass_of_states(tail: int) -> Launch:
         args = (k, matrix(V_, BLOCK, V), g, beta, A_log, dt_bias, initial, entry, summary, known, split, HV, p.group, NS, tail, bound)
-        # Where there are two passes, neither is a dependent launch, so that both are one compiled kernel.
-        return Launch(prefill.state_kernel, (inner * HV, 1, 1), args, (state,), state.scan_warps, state.pdl and not chained)
+        return Launch(prefill.state_kernel, (inner * HV, 1, 1), args, (state,), state.scan_warps, state.pdl)
 
     found.append(pass_of_states(config.tail))
     if chained:
