@@ -190,6 +190,7 @@ def forgets(ring, work, T: gl.constexpr):
     for n in range(2 * work.tail):
         if n % 4 == 0:
             mbarrier.wait(ring.ready.index(n // 4), 0)
+            gl.thread_barrier()  # each thread has waited; without it racecheck reports the decay, read here first
         M = advance(M, ring, n, 0, False, T)
     return ((gl.max(gl.max(gl.abs(M), 1), 0) <= 2.0**-DROP_BITS) | work.from_initial).to(gl.int32)
 
