@@ -50,7 +50,7 @@ def test_half_precision(device, regime, dtype):
 
 @pytest.mark.parametrize(("dtype", "gate_dtype", "beta_dtype"), [(BF16, FP32, BF16), (BF16, FP16, FP32), (FP32, BF16, FP16)])
 def test_mixed_dtypes(device, dtype, gate_dtype, beta_dtype):
-    check(make_case("random", T=37, H=2, K=16, dtype=dtype, gate_dtype=gate_dtype, beta_dtype=beta_dtype, device=device))
+    check(make_case("random", T=37, H=4, K=16, dtype=dtype, gate_dtype=gate_dtype, beta_dtype=beta_dtype, device=device))
 
 
 @pytest.mark.parametrize(("K", "V"), [(1, 1), (3, 17), (40, 16), (129, 5), (16, 256), (256, 16)])

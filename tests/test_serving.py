@@ -31,8 +31,11 @@ def prefill(case, backend, slots, **options):
 
 
 def chunk_twin(case, n, slot, tokens=None, backend="torch"):
-    """(o, last state) of sequence n by chunk_kda: the pool may not add to its error."""
-    q, k, v, gate, beta = (case.tokens[x].flatten(0, 1)[None, case.rows(n)][:, :tokens] for x in TOKENS)
+    """(o, last state) of sequence n by chunk_kda: the pool may not add to its error. With `tokens`, later ones neither fade nor write: the
+    last state is that after so many, summed in the order of the whole call."""
+    q, k, v, gate, beta = (case.tokens[x].flatten(0, 1)[None, case.rows(n)].clone() for x in TOKENS)
+    if tokens is not None:
+        gate[:, tokens:] = beta[:, tokens:] = -1e4  # logits
     initial = None if slot is None else case.before.as_strided(case.pool.shape, case.pool.stride())[slot][None].float()
     o, final = chunk_kda(
         q, k, v, gate, beta, **case.params, initial_state=initial, use_gate_in_kernel=True, use_qk_l2norm_in_kernel=True,
