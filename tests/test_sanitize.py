@@ -22,6 +22,8 @@ def test_only_reports_at_the_hand_over_alone_are_known():
     ours, known = sanitize.judged(["COMPUTE-SANITIZER", *HAND_OVER, *OURS, "RACECHECK SUMMARY: 2 hazards displayed (2 errors, 0 warnings)"])
     assert ours == [OURS] and known == [HAND_OVER]
     assert sanitize.judged([]) == ([], [])
+    assert sanitize.kind(HAND_OVER) == "states"
+    assert sanitize.kind([HAND_OVER[1], HAND_OVER[1].replace("Write", "Read")]) == "arguments"
 
 
 def test_the_files_named_touch_no_shared_memory():
