@@ -47,15 +47,20 @@ def forward(problem: Problem, inputs: Inputs) -> tuple[torch.Tensor, torch.Tenso
 
 @cache
 def _launcher() -> Callable[[Problem, Inputs], tuple[torch.Tensor, torch.Tensor | None]]:
-    """launch.forward, imported once. The first kernel of a process has Triton hash all of itself, a third of a second outside Python's
-    lock; that goes on beside the imports."""
+    """launch.forward, imported once. The first kernel of a process has Triton hash all of itself and, where its cache is empty, compile its
+    driver: half a second outside Python's lock, which passes beside the imports."""
     from triton.runtime.cache import triton_key
+    from triton.runtime.driver import driver
 
-    hashing = Thread(target=triton_key)
-    hashing.start()
+    def prepare() -> None:
+        triton_key()
+        driver.active.utils  # noqa: B018 (made when first looked at)
+
+    beside = Thread(target=prepare)
+    beside.start()
     from openkda.hopper.launch import forward as launch
 
-    hashing.join()
+    beside.join()
     return launch
 
 

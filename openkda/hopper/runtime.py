@@ -6,6 +6,7 @@ all kernels at once, and `Ready.bind` puts addresses in. Launching what is bound
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -112,8 +113,14 @@ def load(launches: Sequence[Launch], device: int) -> list[Ready]:
 
     if len(missing) > 1:
         driver_utils()  # compiled by whoever needs it first: once, before the threads
-        with ThreadPoolExecutor(len(missing)) as pool:
-            _loaded.update(zip(missing, pool.map(fetch, missing.values())))
+        # A kernel's first fifth is Python. Taken in turns, all of them would come to the rest late.
+        interval = sys.getswitchinterval()
+        sys.setswitchinterval(1.0)
+        try:
+            with ThreadPoolExecutor(len(missing)) as pool:
+                _loaded.update(zip(missing, pool.map(fetch, missing.values())))
+        finally:
+            sys.setswitchinterval(interval)
     else:
         _loaded.update((key, fetch(x)) for key, x in missing.items())
     return [Ready(x, *_loaded[device, x.key]) for x in launches]
