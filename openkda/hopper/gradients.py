@@ -1,8 +1,8 @@
-"""The Hopper backward: prepare_chunks -> both scans in one launch -> the gradients of each chunk, in one kernel (fused_gradients) for
-bounded gates, in two (score_gradients -> chunk_gradients) for others (docs/backward.md).
+"""The Hopper backward: prepare_chunks -> both scans in one launch -> the gradients of each chunk in one kernel (fused_gradients), or under
+the interpreter, which knows no Gluon, in two (score_gradients -> chunk_gradients). See docs/backward.md.
 
-Plain Triton, shaped for Hopper's matrix unit: chunks of 32 tokens, states transposed. What passes through memory, per token and value head:
-w, kg, qg (K each), Aqk, dZ, dA (C each), T (2 C), r, dr (V each) in bf16, and per chunk h and dh [V, K].
+Shaped for Hopper's matrix unit: chunks of 32 tokens, states transposed. What passes through memory, per token and value head: w, kg, qg (K
+each), Aqk (C), T (2 C), r, dv (V each) in bf16, and per chunk h and dh [V, K].
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from openkda.problem import Inputs, Problem
 
 
 def fuses(problem: Problem) -> bool:
-    """Whether one kernel takes scores and channels: for bounded gates, on a device, because the interpreter knows no Gluon."""
+    """Whether one kernel takes scores and channels: on a device, because the interpreter knows no Gluon."""
     return problem.bounded and problem.dtype == torch.bfloat16 and not interpreted()
 
 
