@@ -77,6 +77,18 @@ def test_strided_inputs(device):
     assert all(torch.equal(x, broadcast[name]) for name, x in copied.items())
 
 
+@pytest.mark.parametrize("regime", ["init", "random"])
+def test_size_of_upstream_gradients(device, regime):
+    """Gradients are linear in the upstream one: at any power of two they are the same numbers, and zero gives zero."""
+    case = small(regime, device, T=35)
+    do = cotangents(case)[0]
+    plain = run(case, do)
+    for size in (2.0**-40, 2.0**20):
+        for name, x in run(case, do * size).items():
+            assert relative_error(x.double() / size, plain[name].double()) <= 2.0**-8, (name, size)
+    assert not any(x.any() for x in run(case, torch.zeros_like(do)).values())
+
+
 def test_ragged_batches(device):
     """Each sequence's gradients are those of the sequence alone, bit for bit; a tail outside every sequence has gradient zero."""
     lengths = (0, 1, 33, 32, 5)

@@ -373,7 +373,7 @@ def fused_gradients_kernel(
         unit = ex2(-shift) * per_size
         sum_q *= unit * scale
         read *= -unit
-        written *= (ex2(last + shift) * per_size)[:, None]
+        written = written * per_size * ex2(last + shift)[:, None]  # in this order: the factors' own product may overflow
         if not F.l2norm:
             per_q = gl.where(token < length, 1.0 / gl.load(norms + token), 0.0)[None, :]
             per_k = gl.where(token < length, 1.0 / gl.load(norms + 32 + token), 0.0)[None, :]
