@@ -461,7 +461,7 @@ def fused_gradients(
     create = torch.zeros if problem.varlen else torch.empty  # chunks without rows write nothing
     partial = lambda present, *n: create(NC, HV, *n, dtype=torch.float32, device=device) if present else None
     dA_log, ddt_bias = partial(problem.has_A_log), partial(problem.has_dt_bias, K)
-    if NC:
+    if NC and problem.T:  # a batch of empty sequences has chunks of no rows
         beta = as_rows(inputs.beta)
         results = (dq, dk, dg)
         form = Form(K, problem.V, problem.gate, problem.qk_l2norm, problem.beta_sigmoid, problem.neg_eigval)
