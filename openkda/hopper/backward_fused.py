@@ -370,10 +370,10 @@ def fused_gradients_kernel(
         sum_q = warpgroup_mma(h, buf.dd.slice(0, 32, dim=0).permute((1, 0)), zero, use_acc=False, is_async=True)
         read = warpgroup_mma(h, buf.dd.slice(32, 32, dim=0).permute((1, 0)), zero, use_acc=False, is_async=True)
         sum_q, read = warpgroup_mma_wait(0, deps=(sum_q, read))
-        unit = ex2(-shift) * per_size
-        sum_q *= unit * scale
-        read *= -unit
-        written = written * per_size * ex2(last + shift)[:, None]  # in this order: the factors' own product may overflow
+        unit = ex2(-shift)  # per_size first: the factors' own products may leave fp32's range
+        sum_q = sum_q * per_size * (unit * scale)
+        read = read * per_size * -unit
+        written = written * per_size * ex2(last + shift)[:, None]
         if not F.l2norm:
             per_q = gl.where(token < length, 1.0 / gl.load(norms + token), 0.0)[None, :]
             per_k = gl.where(token < length, 1.0 / gl.load(norms + 32 + token), 0.0)[None, :]
