@@ -11,6 +11,8 @@ from openkda.hopper.tiles import log2p
 from openkda.testing import make_case, relative_error
 
 A = ANCHOR.value
+HELD = MOST.value * (1 - 2.0**-7)  # bits where the kernel holds a token of a given gate: in no type does rounding lead beyond MOST
+LEAK = (1 + 2.0**-7) * 2.0**-HELD  # what is left of what a token forgets, in bf16
 BF16 = lambda x: x.to(torch.bfloat16).float()
 
 
@@ -21,7 +23,7 @@ def ex2(x):
 
 def halves(k, q, g):
     """(k.k scores, q.k scores, kd, qd, kg, decay) of blocks [N, 16, K] from log2 decays g, every tile rounded to bf16"""
-    x = g.clamp(min=-MOST.value)
+    x = g.clamp(min=-HELD)
     G0, G1 = x[:, :8].cumsum(1), x[:, 8:].cumsum(1)
     e0, e1 = G0[:, -1:], G1[:, -1:]
     n = e0.floor()
@@ -66,7 +68,7 @@ GATES = {
 @pytest.mark.parametrize("size", [2.0**-20, 1.0, 2.0**19])
 @pytest.mark.parametrize("gate", GATES)
 def test_tiles_and_scores_of_any_gate(gate, size):
-    """Each within bf16's rounding of what it is made of, plus 2^-25 of what a token forgets."""
+    """Each within bf16's rounding of what it is made of, plus LEAK of what a token forgets."""
     gen = torch.Generator().manual_seed(0)
     k, q = BF16(size * torch.randn(8, 16, 64, generator=gen)), BF16(torch.randn(8, 16, 64, generator=gen))
     g = GATES[gate](torch.rand(8, 16, 64, generator=gen))
@@ -76,11 +78,11 @@ def test_tiles_and_scores_of_any_gate(gate, size):
     for mine, rows, low in ((kk, k, -1), (qk, q, 0)):
         pairs = lambda a, b, f: torch.einsum("nrc,nic,nric->nri", a.double(), b.double(), f).tril(low)  # noqa: B023
         assert mine.isfinite().all()
-        assert ((mine.double() - pairs(rows, k, within)).abs() <= pairs(rows.abs(), k.abs(), 2.0**-7 * within + 2.0**-25)).all()
+        assert ((mine.double() - pairs(rows, k, within)).abs() <= pairs(rows.abs(), k.abs(), 2.0**-7 * within + LEAK)).all()
     for mine, raw, factor in ((kd, k, true[:, 1:, 0]), (qd, q, true[:, 1:, 0]), (kg, k, true[:, 16, 1:])):
         want = raw.double() * factor
-        assert ((mine.double() - want).abs() <= 2.0**-7 * want.abs() + 2.0**-25 * raw.double().abs()).all()
-    assert ((decay.double() - true[:, 16:, 0]).abs() <= 1e-5 * true[:, 16:, 0] + 2.0**-25).all()
+        assert ((mine.double() - want).abs() <= 2.0**-7 * want.abs() + LEAK * raw.double().abs()).all()
+    assert ((decay.double() - true[:, 16:, 0]).abs() <= 1e-5 * true[:, 16:, 0] + LEAK).all()
 
 
 def test_logarithm_polynomial():
@@ -162,7 +164,8 @@ def test_the_whole_form_in_torch(qk_l2norm):
 @pytest.mark.hopper
 @pytest.mark.parametrize("qk_l2norm", [True, False])
 def test_resets_row_by_row(qk_l2norm):
-    """The worst row of the kernel and of the same form in torch: a row's error is a sum of few rounded numbers."""
+    """The worst row of the kernel and of the same form in torch. Right after a reset a row is few rounded numbers, and which way they round
+    hangs on where the reset is held (row 72 of head 1, l2norm: error 0.015 held at 25 bits, 0.041 at HELD), so torch holds it there too."""
     from openkda.hopper import launch
 
     c = spiked(qk_l2norm=qk_l2norm, device="cuda")
