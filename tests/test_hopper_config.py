@@ -163,11 +163,24 @@ def test_a_plan_keeps_what_it_bound():
             calls.append(addresses)
             return addresses
 
-    plan = launch.Plan([Counting()], 0, None, {})
+    plan = launch.Plan([Counting()], None, None, None, {})
     assert plan.bind((1, 2)) is plan.bind((1, 2)) and calls == [(1, 2)]
     for n in range(200):
         plan.bind((n,))
     assert len(plan.bound) <= 64
+
+
+def test_inputs_are_copied_only_where_kernels_cannot_read_them():
+    x = make_case("init", T=64, H=2, K=64, dtype=torch.bfloat16).described()[1]
+    operands = (x.q, x.k, x.v, x.g, x.beta, x.A_log, x.dt_bias, x.initial_state, None)
+    found, strides = launch.arranged(operands)
+    assert strides is None and all(a is b for a, b in zip(found, operands))
+    rows = torch.zeros(1, 64, 384, dtype=torch.bfloat16)[..., 128:256].unflatten(2, (2, 64))  # heads packed, a row of three tensors
+    fewer = x.q.expand(1, 64, 2, 64).transpose(1, 2).contiguous().transpose(1, 2)  # heads outermost: no matrix of rows
+    found, strides = launch.arranged((rows, fewer, *operands[2:7], x.initial_state.transpose(2, 3), None))
+    assert strides == (384, 128, 128, 128)
+    assert found[0] is rows and found[1].is_contiguous() and torch.equal(found[1], fewer)
+    assert found[2] is x.v and found[7].is_contiguous() and found[8] is None
 
 
 def token_maps(decay, k, beta):

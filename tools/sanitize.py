@@ -31,6 +31,7 @@ import torch
 
 from openkda.hopper import launch
 from openkda.hopper.config import Cut, config_of
+from openkda.hopper.gradients import gradients
 from openkda.testing import make_case
 
 TOOLS = ("memcheck", "racecheck", "synccheck")
@@ -52,6 +53,8 @@ CASES = {  # arguments of make_case, and how to cut the call
     "unbounded gate, summaries": dict(regime="init", T=520, H=1, bounded=False, cut=Cut("summaries", "full", 6, 2)),
     "K-first bf16 states, grouped values": dict(regime="init", T=75, H=2, HV=4, state_v_first=False, state_dtype=torch.bfloat16),
     "fp16, half heads": dict(regime="init", T=75, H=2, K=64, V=64, dtype=torch.float16),
+    "gradients": dict(regime="mixed", T=75, B=2, H=2, gradients=True),
+    "gradients, ragged, grouped values": dict(regime="init", lengths=(5, 0, 33, 130, 1, 64), H=1, HV=2, gradients=True),
 }
 
 
@@ -61,9 +64,11 @@ def run_case(name: str) -> None:
         hand_over.run()
         return
     args = {**dict(K=128, dtype=torch.bfloat16, state_v_first=True, device="cuda"), **CASES[name]}
-    cut = args.pop("cut", None)
+    cut, backward = args.pop("cut", None), args.pop("gradients", False)
     problem, inputs = make_case(args.pop("regime"), **args).described()
-    launch.forward(problem, inputs, cut and config_of(problem, cut, (0.0, 0.0)))
+    o, final_state = launch.forward(problem, inputs, cut and config_of(problem, cut, (0.0, 0.0)))
+    if backward:
+        gradients(problem, inputs, (True,) * 8, o, torch.randn_like(o), torch.randn_like(final_state))
     torch.cuda.synchronize()
 
 

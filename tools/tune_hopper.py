@@ -35,7 +35,7 @@ def stages(problem: Problem, inputs: Inputs, chosen: Config) -> list[float]:
     kinds = (x.A_log.dtype, x.dt_bias.dtype, None if x.cu_seqlens is None else x.cu_seqlens.dtype)
     plan = launch.plan(p, chosen, None, kinds, x.q.device)
     o, final = torch.empty_like(x.v), torch.empty(p.state_shape, device=x.q.device)
-    work = torch.empty(max(1, plan.words), device=x.q.device)
+    work = None if plan.work is None else torch.empty_like(plan.work, memory_format=torch.contiguous_format)
     tensors = (x.q, x.k, x.v, x.g, x.beta, x.A_log, x.dt_bias, x.initial_state, x.cu_seqlens, o, final, plan.tables, work)
     calls = plan.bind(tuple(0 if t is None else t.data_ptr() for t in tensors))
 

@@ -5,6 +5,9 @@ addresses is found by one dictionary lookup, and the arguments of a call by anot
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import reduce
+from operator import or_
 from typing import NamedTuple
 
 import torch
@@ -129,7 +132,8 @@ class Plan(NamedTuple):
     """Everything of a call that does not depend on addresses"""
 
     ready: list[Ready]
-    words: int  # fp32 elements of the workspace
+    final: torch.Tensor | None  # what final_state looks like, one element expanded: `empty_like` takes half the time of `empty`
+    work: torch.Tensor | None  # the same of the workspace
     tables: torch.Tensor | None  # segment tables of a fixed batch
     bound: dict[tuple[int, ...], list[tuple]]  # by the addresses of the operands: what to launch
 
@@ -155,7 +159,11 @@ def plan(problem: Problem, config: Config, strides: Strides, kinds: Kinds, devic
     tables = None
     if not p.varlen:
         tables = torch.tensor(fixed_tables(p.B, p.T, config.steps or p.T), dtype=torch.int32).to(device)
-    return Plan(load(found, device.index), size // 4, tables, {})
+    final, work = (
+        torch.empty(1, dtype=dtype, device=device).expand(shape) if there else None
+        for there, shape, dtype in ((p.output_final_state, p.state_shape, p.state_dtype), (size > 0, (size // 4,), torch.float32))
+    )
+    return Plan(load(found, device.index), final, work, tables, {})
 
 
 def planned(problem: Problem, config: Config, *rest: object) -> Plan:
@@ -169,44 +177,50 @@ def planned(problem: Problem, config: Config, *rest: object) -> Plan:
     return found
 
 
+def arranged(operands: Sequence[torch.Tensor | None]) -> tuple[list[torch.Tensor | None], Strides]:
+    """The inputs of a call as its kernels read them, copied where they must be, and the strides of q, k, v and g."""
+    tiles, (beta, *others) = operands[:BETA], operands[BETA:]
+    packed, strides = zip(*map(packed_rows, tiles))
+    rest = [beta.contiguous(), *[None if t is None else dense(t) for t in others]]
+    return [*packed, *rest], None if strides == tuple(t.shape[2] * t.shape[3] for t in tiles) else strides
+
+
 def forward(problem: Problem, inputs: Inputs, config: Config | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
     """o [B, T, HV, V] and final_state (None unless asked for), by `config` (default: what `choose` says)"""
     p, x = problem, inputs
-    v, beta, initial = x.v, x.beta, x.initial_state
-    filled = not p.varlen or (x.lengths is not None and sum(x.lengths) == p.T)
-    o = (torch.empty_like if filled else torch.zeros_like)(v, memory_format=torch.contiguous_format)
-    final = v.new_empty(p.state_shape, dtype=p.state_dtype) if p.output_final_state else None
-    if p.N == 0:
-        return o, final
-    if p.B * p.T == 0:
-        if final is not None:
-            final.copy_(initial) if initial is not None else final.zero_()
-        return o, final
+    if p.N == 0 or p.B * p.T == 0:
+        return of_nothing(p, x)
+    operands: Sequence[torch.Tensor | None] = (x.q, x.k, x.v, x.g, x.beta, x.A_log, x.dt_bias, x.initial_state, x.cu_seqlens)
     strides = None
-    tiles = (x.q, x.k, v, x.g)
-    others = (x.A_log, x.dt_bias, initial, x.cu_seqlens)
-    addresses = [t.data_ptr() for t in tiles]
-    if (addresses[0] | addresses[1] | addresses[2] | addresses[3]) % 16 or False in [t.is_contiguous() for t in tiles]:
-        tiles, strides = zip(*map(packed_rows, tiles))
-        addresses = [t.data_ptr() for t in tiles]
-    if not beta.is_contiguous():
-        beta = beta.contiguous()
-    others = [None if t is None else dense(t) for t in others]
-    A_log, dt_bias, initial, cu = others
+    addresses = [0 if t is None else t.data_ptr() for t in operands]
+    if reduce(or_, addresses) % 16 or False in [t is None or t.is_contiguous() for t in operands]:
+        operands, strides = arranged(operands)
+        addresses = [0 if t is None else t.data_ptr() for t in operands]
+    A_log, dt_bias, cu = operands[A_LOG], operands[DT_BIAS], operands[CU]
     kinds = (A_log if A_log is None else A_log.dtype, dt_bias if dt_bias is None else dt_bias.dtype, cu if cu is None else cu.dtype)
-    device = v.device
+    device = x.v.device
     key = (p, x.lengths if config is None else config, strides, kinds, device)
     found = _calls.get(key)
     if found is None:
         if len(_calls) >= 4096:
             _calls.clear()
         found = _calls[key] = planned(p, config or choose(p, x.lengths), strides, kinds, device)
-    work = v.new_empty(found.words, dtype=torch.float32) if found.words else None
-    more = (beta, A_log, dt_bias, initial, cu, o, final, found.tables, work)
-    calls = found.bind((*addresses, *[0 if t is None else t.data_ptr() for t in more]))
+    filled = not p.varlen or (x.lengths is not None and sum(x.lengths) == p.T)
+    o = (torch.empty_like if filled else torch.zeros_like)(x.v, memory_format=torch.contiguous_format)
+    final, work = [t if t is None else torch.empty_like(t, memory_format=torch.contiguous_format) for t in (found.final, found.work)]
+    calls = found.bind((*addresses, *[0 if t is None else t.data_ptr() for t in (o, final, found.tables, work)]))
     if found.tables is not None and torch.cuda.is_current_stream_capturing():
         _recorded[found.tables.data_ptr()] = found.tables
     stream = torch._C._cuda_getCurrentRawStream(device.index)
     for run, grid, rest in calls:
         run(*grid, stream, *rest)
     return o, final
+
+
+def of_nothing(problem: Problem, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The result without sequences or without tokens: the states as they were"""
+    p, initial = problem, inputs.initial_state
+    final = inputs.v.new_zeros(p.state_shape, dtype=p.state_dtype) if p.output_final_state else None
+    if final is not None and initial is not None:
+        final.copy_(initial)
+    return torch.zeros_like(inputs.v, memory_format=torch.contiguous_format), final
