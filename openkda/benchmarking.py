@@ -157,7 +157,7 @@ def our(name: str) -> Implementation:
     """A backend of this library, through the public function."""
 
     def bind(args: Args) -> Call:
-        return torch.inference_mode()(partial(chunk_kda, **args, backend=name))
+        return partial(chunk_kda, **args, backend=name)
 
     return Implementation(name, True, partial(backends.why_not, name), bind)
 
@@ -284,6 +284,7 @@ def measure(cell: Cell, impl: Implementation, *, split_host: bool = False) -> Ro
     return row_of(cell, impl, floor_bytes(cell.problem), partial(_measure, cell, impl, split_host))
 
 
+@torch.inference_mode()  # around the clocks, not inside them
 def _measure(cell: Cell, impl: Implementation, split_host: bool, values: dict[str, object]) -> None:
     call = impl.bind(cell.case.args)
     values.update(cell.errors(twice(call, cell.device, values)))
@@ -299,7 +300,6 @@ def _measure(cell: Cell, impl: Implementation, split_host: bool, values: dict[st
     values["cold_ms"] = graph_ms([impl.bind(args) for args in cell.rotated()], values["eager_ms"])
 
 
-@torch.inference_mode()
 def host_split(cell: Cell, backend: str) -> dict[str, float]:
     """Where an eager call of ours spends the host's time, in microseconds: checking the arguments, choosing the backend, launching."""
     arguments = cell.case.arguments

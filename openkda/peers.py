@@ -66,12 +66,7 @@ def _fla_bind(args: Args) -> Call:
     from fla.ops.kda import chunk_kda
 
     args = dict(args, dt_bias=args["dt_bias"].flatten(), safe_gate=args.get("lower_bound") is not None)
-
-    @torch.inference_mode()
-    def call():
-        return chunk_kda(**args)
-
-    return call
+    return lambda: chunk_kda(**args)
 
 
 def _fla_train(args: Args, leaves: Args) -> Training:
@@ -111,11 +106,7 @@ def _cudnn_bind(gate_dtype: torch.dtype | None) -> Callable[[Args], Call]:
             dt_bias=args["dt_bias"],
         )  # fmt: skip
 
-        @torch.inference_mode()
-        def call():
-            return kimi_delta_attention(q, k, v, g, beta, **options)[:2]
-
-        return call
+        return lambda: kimi_delta_attention(q, k, v, g, beta, **options)[:2]
 
     return bind
 
@@ -151,7 +142,6 @@ def _flash_kda_bind(args: Args) -> Call:
     options = dict(A_log=args["A_log"], dt_bias=args["dt_bias"], lower_bound=args["lower_bound"], initial_state=args["initial_state"],
                    cu_seqlens=None if cu is None else cu.to(torch.int64))  # fmt: skip
 
-    @torch.inference_mode()
     def call():
         o, final = torch.empty_like(v), torch.empty_like(args["initial_state"])
         flash_kda.fwd(q, args["k"], v, args["g"], args["beta"], scale, o, final_state=final, **options)

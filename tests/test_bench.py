@@ -279,7 +279,7 @@ def test_command_writes_everything(tmp_path):
     report = json.loads(written.read_text())
     assert report["schema"] == 1 and report["rows_asked"] == len(report["rows"]) == 8
     assert report["command"].startswith("openkda ") and report["versions"]["torch"] and report["copy_bandwidth_tbps"] > 0
-    assert report["commit"] and report["date"][:10] == written.name[:10]
+    assert (report["commit"], report["uncommitted_changes"]) == ("0123abc", None) and report["date"][:10] == written.name[:10]
     row = report["rows"][0]
     assert set(row) == {*Row.__dataclass_fields__, "over_floor"}
     assert row["impl"] == "torch" and row["error"] is None and row["bit_equal"] is True and row["floor_ms"] > 0

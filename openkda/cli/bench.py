@@ -30,7 +30,9 @@ def bench(
     training: Annotated[bool, typer.Option("--training", help="Time forward + backward with gradients of every input instead.")] = False,
     host: Annotated[bool, typer.Option("--host", help="Also split our host time: checks, choice of backend, launches.")] = False,
     limit: Annotated[float | None, typer.Option(help="Start no new cell after this many seconds.")] = None,
-    commit: Annotated[str | None, typer.Option(help="Commit to record where the sources have no git history beside them.")] = None,
+    commit: Annotated[
+        str | None, typer.Option(help="Commit to record, where the history beside the sources is not theirs or absent.")
+    ] = None,
 ) -> None:
     """Time the forward (or a training step) beside every installed peer, on the same tensors in one run.
 

@@ -173,12 +173,12 @@ def _header(now: datetime, where: torch.device, impls: list[Implementation], com
     cuda = where.type == "cuda"
     properties = torch.cuda.get_device_properties(where) if cuda else None
     here = Path(__file__).resolve().parent
-    changes = _output("git", "-C", str(here), "status", "--porcelain", "--untracked-files=no")
+    changes = None if commit else _output("git", "-C", str(here), "status", "--porcelain", "--untracked-files=no")
     return dict(
         schema=SCHEMA,
         date=now.isoformat(timespec="seconds"),
         command="openkda " + shlex.join(sys.argv[1:]),
-        commit=_output("git", "-C", str(here), "rev-parse", "HEAD") or commit,
+        commit=commit or _output("git", "-C", str(here), "rev-parse", "HEAD"),
         uncommitted_changes=None if changes is None else bool(changes),
         device=properties.name if cuda else platform.processor() or platform.machine(),
         multiprocessors=properties.multi_processor_count if cuda else None,
