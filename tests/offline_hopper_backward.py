@@ -11,6 +11,8 @@ PROBLEMS = {
     "all options": dict(),
     "gate computed outside, ragged, grouped": dict(raw=False, qk_l2norm=False, lengths=(70, 3), H=1, HV=2, state_v_first=True),
     "64 channels": dict(K=64, V=64, initial_state=False),
+    "softplus": dict(bounded=False),
+    "unbounded gate computed outside": dict(bounded=False, raw=False, qk_l2norm=False, lengths=(70, 3), H=1, HV=2, V=64),
 }
 
 

@@ -7,8 +7,12 @@
     dg_t = 2^G_C rowsum(S dS') + sum_j (k dk_written)_j [state part] + sum_{j >= t} dG_j
 
 x = 2^(G + shift), y = 2^(-G - shift) and the normalised rows are those of backward_prepare.py; qx, kx, ky are rounded to bf16, and dG
-multiplies by them as rounded: inside the suffix sum the two ends of a pair must cancel. The gate is bounded, so no term that the sum
-cancels is above e^5 times its result (portable/backward_inputs.py keeps the state part apart, for gates that forget everything).
+multiplies by them as rounded: inside the suffix sum the two ends of a pair must cancel. A bounded gate cancels no term above e^5 times the
+result. Gates that may forget everything keep the state part apart, as portable/backward_inputs.py does:
+
+    dg_t = 2^G_C rowsum(S dS') + sum_{j < t} (k dk_written)_j [state part] + sum_{j >= t} dG_j [written: pairs only]
+
+and leave the pairs of the rows from `cut` on to backward_levels.py, which adds them to the results.
 
 Sums over tokens are products with triangles of ones, the summand split into bf16 parts: they run where the accumulators already are. All
 tiles stand transposed, channels by tokens: an accumulator then is the next product's left operand.
@@ -23,11 +27,11 @@ import torch
 import triton
 import triton.language as tl
 
-from openkda.hopper.backward_prepare import C, Prepared, bounded_sigmoid, decay_bits, gate_rate, half_span
+from openkda.hopper.backward_prepare import C, Prepared, at_least, bounded_sigmoid, decay_bits, gate_rate, half_span, softplus_sigmoid
 from openkda.hopper.backward_scores import ScoreGradients
 from openkda.hopper.instructions import exp2, to_bf16, to_fp32
 from openkda.plan import Plan
-from openkda.portable.backward_inputs import load_channels, store_channels
+from openkda.portable.backward_inputs import CUT, load_channels, store_channels
 from openkda.portable.tile import as_rows, chunk_bounds, contiguous, load_tile
 from openkda.problem import Inputs, Problem
 
@@ -53,13 +57,29 @@ def with_bias(x, bias):
         return x.to(tl.float32) + bias[:, None]
 
 
+@triton.jit
+def gate_chain(dg, x, rate, lower_bound, GATE: tl.constexpr, ANY: tl.constexpr):
+    """From dg and the gate as given plus its bias: the gate's gradient, and the terms of A_log's."""
+    if GATE == "bounded":
+        s, rest = bounded_sigmoid(x, rate)
+        dg *= s * rest * (lower_bound * rate)
+        return dg, dg * x
+    elif GATE == "softplus":
+        s, slope = softplus_sigmoid(x)
+        dg = tl.where(s * rate > -CUT, 0.0, dg) * -rate
+        return dg * slope, dg * s
+    else:
+        dg = tl.where(x < CUT, 0.0, dg) if ANY else dg
+        return dg, dg
+
+
 @triton.jit(do_not_specialize=["HV", "group"])
 def chunk_gradients_kernel(
     q_ptr, k_ptr,  # [R, H, K], row strides q_row, k_row, head strides q_head, k_head
     g_ptr,  # [R, HV, K] as given, row stride g_row, head stride g_head
     A_log_ptr, dt_bias_ptr,  # [HV], [HV, K] or None
     do_ptr, dv_ptr,  # [R, HV, V]; do with row stride do_row, head stride do_head
-    norms_ptr,  # as Prepared
+    norms_ptr, cut_ptr,  # as Prepared
     h_ptr, dh_ptr,  # [NC, HV, V, K]
     r_ptr,  # [NC, HV, V, C]
     pairs_ptr, sums_ptr,  # as ScoreGradients
@@ -85,6 +105,7 @@ def chunk_gradients_kernel(
     rows = tl.arange(0, C)
     vv = tl.arange(0, V)
     live = rows < length
+    ANY: tl.constexpr = cut_ptr is not None
     at = first * HV + h
     hq = h // group
     state = entry * (K * V) + vv[:, None] * K + cols[None, :]
@@ -96,6 +117,10 @@ def chunk_gradients_kernel(
     pairs_ptr += entry * (2 * C * C) + rows[:, None] * C + rows[None, :]
     dZ = tl.load(pairs_ptr)
     dA = tl.load(pairs_ptr + C * C)
+    if ANY:
+        whole = (rows < tl.load(cut_ptr + entry))[:, None]
+        dZ = tl.where(whole, dZ, 0.0)
+        dA = tl.where(whole, dA, 0.0)
     g_ptr += first * g_row + h * g_head
     x = load_channels(g_ptr, rows, g_row, cols, live, K, BK)
     k = load_channels(k_ptr + first * k_row + hq * k_head, rows, k_row, cols, live, K, BK)
@@ -113,12 +138,13 @@ def chunk_gradients_kernel(
     element: tl.constexpr = h_ptr.dtype.element_ty
 
     rho = tl.sum(S.to(tl.float32) * dS.to(tl.float32), 0)
-    bits = decay_bits(with_bias(x, bias), rate, lower_bound, GATE)
+    bits = decay_bits(with_bias(x, bias), rate, lower_bound, GATE, ANY)
     bits = tl.where(live[None, :], bits, 0.0)
     G = sum_tokens(bits, tl.where(rows[:, None] <= rows[None, :], 1.0, 0.0).to(element), element)
     last = tl.sum(bits, 1)
-    up = exp2(G + shift)
-    down = exp2(-G - shift)
+    N = at_least(G, -2.0 * shift) if ANY else G
+    up = exp2(N + shift)
+    down = exp2(-N - shift)
     kf = to_fp32(k) * nk[None, :]
     kx = to_bf16(kf * up)
     ky = to_bf16(kf * down)
@@ -145,13 +171,18 @@ def chunk_gradients_kernel(
     dG += to_fp32(kx) * read
     dk = up * read
     # The state's part of a key as it is written, over size: 2^(G_C - G) = down 2^(G_C + shift), at most 1, before anything else.
-    stored = tl.dot(tl.trans(dS), r) * (down * exp2(last + shift)[:, None]) * per_size
+    to_end = exp2(last[:, None] - G) if ANY else down * exp2(last + shift)[:, None]
+    stored = tl.dot(tl.trans(dS), r) * to_end * per_size
     if not L2NORM:
         stored /= tl.where(live, nk, 1.0)[None, :]
     dk += stored
     stored *= to_fp32(ky) * up
-    dG -= stored
-    rho = exp2(last) * rho + tl.sum(stored, 1) * size
+    if ANY:
+        before = sum_tokens(stored, tl.where(rows[:, None] < rows[None, :], 1.0, 0.0).to(element), element)
+        rho = exp2(last) * rho
+    else:
+        dG -= stored
+        rho = exp2(last) * rho + tl.sum(stored, 1) * size
     x = load_channels(g_ptr, rows, g_row, cols, live, K, BK)  # again: from the cache, rather than in registers all the way
     written = tl.dot(kx, dA, acc=tl.dot(qx, dZ))
     dG -= to_fp32(ky) * written
@@ -161,14 +192,13 @@ def chunk_gradients_kernel(
     store_channels(dk_ptr + at * K, dk, rows, HV * K, cols, live, K, BK)
 
     dg = sum_tokens(dG, tl.where(rows[:, None] >= rows[None, :], 1.0, 0.0).to(element), element)
+    if ANY:
+        dg += before
     dg = tl.where(live[None, :], dg * size + rho[:, None], 0.0)
-    x = with_bias(x, bias)
-    if GATE == "bounded":
-        s, rest = bounded_sigmoid(x, rate)
-        dg *= s * rest * (lower_bound * rate)
+    dg, dA_log = gate_chain(dg, with_bias(x, bias), rate, lower_bound, GATE, ANY)
     store_channels(dg_ptr + at * K, dg, rows, HV * K, cols, live, K, BK)
     if dA_log_ptr is not None:
-        total = tl.sum(tl.sum(tl.where(live[None, :], dg * x, 0.0), 0), 0)
+        total = tl.sum(tl.sum(tl.where(live[None, :], dA_log, 0.0), 0), 0)
         tl.store(dA_log_ptr + entry * BLOCKS + block, total)
     if ddt_bias_ptr is not None:
         tl.store(ddt_bias_ptr + entry * K + cols, tl.sum(dg, 1))
@@ -178,19 +208,19 @@ def chunk_gradients(
     problem: Problem, plan: Plan, inputs: Inputs, p: Prepared, scores: ScoreGradients, do: torch.Tensor, h: torch.Tensor,
     dh: torch.Tensor, r: torch.Tensor, dv: torch.Tensor, dq: torch.Tensor, dk: torch.Tensor, dg: torch.Tensor,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
-    """Write dq, dk (per value head) and dg [B, T, HV, K]; return the gradients of A_log [HV] and dt_bias [HV, K] in fp32 (None if absent).
+    """Write dq, dk (per value head) and dg [B, T, HV, K]; return the terms of A_log's [NC, HV, n] and dt_bias's [NC, HV, K] gradient
+    in fp32 (None if absent), to be added in one order: no atomics.
 
-    Args: do, dv [B, T, HV, V]; h, dh, r from both_scans. Partial sums are written per chunk and added in one order: no atomics."""
+    Args: do, dv [B, T, HV, V]; h, dh, r from both_scans."""
     HV, K, NC, device = problem.HV, problem.K, plan.num_chunks, do.device
     partial = lambda present, n: torch.empty(NC, HV, n, dtype=torch.float32, device=device) if present else None
     dA_log, ddt_bias = partial(problem.has_A_log, K // BLOCK_K), partial(problem.has_dt_bias, K)
     q, k, g, do = (as_rows(x) for x in (inputs.q, inputs.k, inputs.g, do))
     if NC:
         chunk_gradients_kernel[(K // BLOCK_K * NC * HV,)](
-            q, k, g, contiguous(inputs.A_log), contiguous(inputs.dt_bias), do, dv, p.norms, h, dh, r, scores.pairs, scores.sums, dq, dk, dg,
-            dA_log, ddt_bias, plan.chunks, q.stride(0), q.stride(1), k.stride(0), k.stride(1), g.stride(0), g.stride(1), do.stride(0),
-            do.stride(1), float(problem.scale), float(problem.lower_bound), half_span(problem), HV, problem.group, K=K, V=problem.V, C=C,
-            BK=BLOCK_K, GATE=problem.gate, L2NORM=problem.qk_l2norm, num_warps=4, maxnreg=168,
+            q, k, g, contiguous(inputs.A_log), contiguous(inputs.dt_bias), do, dv, p.norms, p.cut, h, dh, r, scores.pairs, scores.sums,
+            dq, dk, dg, dA_log, ddt_bias, plan.chunks, q.stride(0), q.stride(1), k.stride(0), k.stride(1), g.stride(0), g.stride(1),
+            do.stride(0), do.stride(1), float(problem.scale), float(problem.lower_bound or 0.0), half_span(problem), HV, problem.group,
+            K=K, V=problem.V, C=C, BK=BLOCK_K, GATE=problem.gate, L2NORM=problem.qk_l2norm, num_warps=4, maxnreg=168,
         )  # fmt: skip
-    total = lambda x: None if x is None else x.sum(0)
-    return None if dA_log is None else dA_log.sum((0, 2)), total(ddt_bias)
+    return dA_log, ddt_bias

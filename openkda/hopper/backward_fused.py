@@ -1,4 +1,4 @@
-"""Gradients of a chunk in one kernel, for bounded gates: of the scores, of q, k, the gate and beta (docs/backward.md, (5) to (8)).
+"""Gradients of a chunk in one kernel: of the scores, of q, k, the gate and beta (docs/backward.md, (5) to (8)).
 
     dZ = tril(do r^T)        N = dv r^T        dA = -tril(N, -1)        dbeta_r = N_rr / beta_r^2
     dq = scale 2^G (do S^T)           + x (dZ ky)             S: entry state h, dS': gradient of the exit state dh
@@ -12,6 +12,12 @@ multiplies by them as rounded: inside the suffix sum the two ends of a pair must
 their largest element: they are multiplied by factors of up to 2^116. So is r dS'^T, which is added to y's products: where it is more than
 2^10 times as large, it decides. An L2 norm's q.dq and k.dk are sums over the channels of dG's own terms.
 
+Gates without a bound (`any`) keep the state's part of a written key apart, in dh's bytes: sums that hold it may not cancel.
+
+    dg_t = 2^G_C rowsum(S dS') + sum_{j < t} (k dk_written)_j [state part] + sum_{j >= t} dG_j [written: pairs only]
+
+Rows from `cut` on (backward_prepare.py) leave their pairs to backward_levels.py. G is held at -2 shift, where 2^G is zero, in x and y.
+
 In Gluon. Grid (chunk times head,), heads first; 8 warps and 112 KB of shared memory (K = V = 128, bf16 gate), so that two blocks share a
 multiprocessor and one computes while the other waits. Tiles come and go by the copy engine; qx and kx take the place of q and k, dZ and dA
 that of r, and results leave from where their inputs lay. Tiles stand transposed, channels by tokens, 16 channels a warp: an accumulator is
@@ -24,16 +30,33 @@ from typing import NamedTuple
 
 import torch
 
-from openkda.hopper.backward_prepare import C, half_span
-from openkda.hopper.compat import TensorDescriptor, fence_async_shared, gl, gluon, mbarrier, mma_v2, tma, warpgroup_mma, warpgroup_mma_wait
+from openkda.hopper.backward_prepare import SPAN, C, half_span
+from openkda.hopper.backward_tiles import (
+    channel_sums,
+    clear_rows,
+    hold,
+    inverse,
+    state_products,
+    store_tile,
+    sums_before,
+    sums_from_first,
+    sums_from_last,
+    to_bf16,
+    total_sums,
+    widen,
+)
+from openkda.hopper.compat import TensorDescriptor, fence_async_shared, gl, gluon, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from openkda.hopper.launch import packed_rows
-from openkda.hopper.tiles import LOG2E, ex2, group_layout, plain_shared, rcp, tile_layout
+from openkda.hopper.tiles import LOG2E, ex2, group_layout, plain_shared, rcp, softplus2, tile_layout
 from openkda.plan import Plan
+from openkda.portable.backward_inputs import CUT
 from openkda.portable.tile import as_rows, contiguous
 from openkda.problem import Inputs, Problem
 
 WARPS = 8
-DEAD = gl.constexpr(-3e38)  # a bounded gate's value on rows past the end: no decay, and 0 * DEAD is 0
+LEAST_BITS = gl.constexpr(-SPAN.value)
+CUT_BITS = gl.constexpr(CUT.value * 1.4426950408889634)
+DEAD = gl.constexpr(-3e38)  # an activated gate's value on rows past the end: no decay, and 0 * DEAD is 0
 
 
 @dataclass(frozen=True)
@@ -43,6 +66,7 @@ class Form:
     K: int
     V: int
     gate: str
+    any: bool  # gates without a bound
     l2norm: bool
     beta_sigmoid: bool
     neg_eigval: bool
@@ -73,66 +97,9 @@ class Buffers(NamedTuple):
     r: object  # [V, 32]
     pairs: object  # [64, 32] dZ, dA over size, in the bytes of r
     sums: object  # [2, warps, 32] fp32, likewise: each warp's sums over its channels
+    kept: object  # [2, K, 32] fp32, in the bytes of dh where they suffice: of `any`
     inputs: object  # barriers: q, k, g, r have landed
     states: object  # h, dh, do, dv have landed
-
-
-def scan_code(reverse: bool) -> str:
-    """PTX of a running sum over the 32 tokens (columns) of a tile in `group_layout(32)`, from the first or from the last. A thread holds
-    16 numbers: of two rows, columns 8 g + 2 (lane % 4) + (0, 1) for g = 0 to 3. Nothing is subtracted: a small sum that follows a large
-    term keeps its own precision."""
-    way, last, order = ("down", 0, (3, 2, 1, 0)) if reverse else ("up", 3, (0, 1, 2, 3))
-    text = ["{ .reg .f32 s, t, e, base; .reg .pred p;"]
-    for row in range(2):
-        text.append("mov.f32 base, 0f00000000;")
-        for step, g in enumerate(order):
-            first, second = (4 * g + 2 * row + c for c in ((1, 0) if reverse else (0, 1)))
-            text.append(f"add.f32 s, ${16 + first}, ${16 + second};")
-            for distance in (1, 2):
-                text.append(f"shfl.sync.{way}.b32 t|p, s, {distance}, {0x1C03 if reverse else 0x1C00}, 0xffffffff; @p add.f32 s, s, t;")
-            text.append(f"shfl.sync.{way}.b32 e|p, s, 1, {0x1C03 if reverse else 0x1C00}, 0xffffffff; @!p mov.f32 e, 0f00000000;")
-            text.append(f"add.f32 e, e, base; add.f32 ${first}, e, ${16 + first}; add.f32 ${second}, ${first}, ${16 + second};")
-            if step < 3:
-                text.append(f"shfl.sync.idx.b32 t, s, {last}, {0x1C03}, 0xffffffff; add.f32 base, base, t;")
-    return " ".join([*text, "}"])
-
-
-FROM_FIRST = gl.constexpr(scan_code(False))
-FROM_LAST = gl.constexpr(scan_code(True))
-SIXTEEN = gl.constexpr(",".join(["=&f"] * 16 + ["f"] * 16))
-
-
-@gluon.jit
-def sums_from_first(x):
-    """Running sums over the tokens of x [K, 32]"""
-    return gl.inline_asm_elementwise(FROM_FIRST, SIXTEEN, [x], dtype=gl.float32, is_pure=True, pack=16)
-
-
-@gluon.jit
-def sums_from_last(x):
-    return gl.inline_asm_elementwise(FROM_LAST, SIXTEEN, [x], dtype=gl.float32, is_pure=True, pack=16)
-
-
-@gluon.jit
-def to_bf16(x):
-    return gl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=gl.bfloat16, is_pure=True, pack=2)
-
-
-@gluon.jit
-def widen(x):
-    """fp32 of a tile. Not pure: each use of a bf16 tile widens it anew, instead of keeping fp32 copies in registers."""
-    if x.dtype == gl.bfloat16:
-        return gl.inline_asm_elementwise(
-            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=r,=r,r", [x], dtype=gl.float32, is_pure=False, pack=2
-        )
-    else:
-        return x
-
-
-@gluon.jit
-def inverse(x):
-    """1 / x. Not pure, likewise."""
-    return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=gl.float32, is_pure=False, pack=1)
 
 
 @gluon.constexpr_function
@@ -172,45 +139,44 @@ def request_states(src, buf, entry, first, HV, F: gl.constexpr):
 
 
 @gluon.jit
-def clear_rows(tile, length, neutral):
-    """Overwrite the rows of a tile [rows, columns] whose token, row % 32, is past the end."""
-    L: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [gl.num_warps(), 1], [1, 0])
-    token = gl.arange(0, tile.shape[0], layout=gl.SliceLayout(1, L)) % 32
-    x = tile.load(L)
-    tile.store(gl.where((token < length)[:, None], x, neutral).to(tile.dtype))
-
-
-@gluon.constexpr_function
-def channel_groups(K, V):
-    """[K / 16, V, 16] view of a tile [V, K] of `tile_layout`: groups of 16 channels"""
-    bases = [[0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 0, 8], [1, 0, 0], [2, 0, 0], [0, 1, 8], [1, 2, 0], [2, 4, 0]]
-    v = 8
-    while v < V:
-        bases += [[0, v, 0]]
-        v *= 2
-    return gl.SharedLinearLayout(bases + [[4, 0, 0]] * (K // 128), [], 1024)
+def token_decay(gate, slope, offset, factor, L: gl.constexpr, F: gl.constexpr):
+    """log2 of each token's decay [K, 32] from the gate's tile, but for the factor where the gate is bounded; else held at -SPAN"""
+    x = widen(gate.permute((1, 0)).load(L))
+    if F.gate == "bounded":
+        x = rcp(1.0 + ex2(x * slope + offset[:, None]))
+    elif F.gate == "softplus":
+        x = softplus2(x * slope + offset[:, None])
+    if F.any:
+        x = hold(x * factor, LEAST_BITS)
+    return x
 
 
 @gluon.jit
-def state_products(h, dh, K: gl.constexpr, L: gl.constexpr):
-    """rowsum(S dS') [K] for h, dh [V, K]: the diagonals of their products, 16 channels a warp"""
-    V: gl.constexpr = h.shape[0]
-    W: gl.constexpr = K // 16
-    mma: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[gl.num_warps(), 1, 1], instr_shape=[1, 16, 8])
-    h = h._reinterpret(h.dtype, [W, V, 16], channel_groups(K, V)).permute((0, 2, 1))
-    dh = dh._reinterpret(dh.dtype, [W, V, 16], channel_groups(K, V))
-    gram = gl.zeros([W, 16, 16], gl.float32, mma)
-    for i in gl.static_range(V // 32):
-        left = h.slice(32 * i, 32, dim=2).load(gl.DotOperandLayout(0, mma, 2))
-        gram = mma_v2(left, dh.slice(32 * i, 32, dim=1).load(gl.DotOperandLayout(1, mma, 2)), gram)
-    i = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, mma)))[None, :, None]
-    j = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, mma)))[None, None, :]
-    return gl.convert_layout(gl.sum(gl.where(i == j, gram, 0.0), 2).reshape([K]), gl.SliceLayout(1, L))
+def gate_chain(dg, gate, slope, offset, rate, lower_bound, bias, L: gl.constexpr, F: gl.constexpr):
+    """From dg [K, 32]: the gate's gradient, its sums over the tokens [K], and those of A_log's terms"""
+    x = widen(gate.permute((1, 0)).load(L))
+    if F.gate == "softplus":
+        x = x * slope + offset[:, None]
+        bits = softplus2(x) * -rate
+        dg = gl.where(bits < CUT_BITS, 0.0, dg)
+        to_A_log = gl.sum(dg * bits, 1) * (1.0 / LOG2E)
+        dg *= rcp(1.0 + ex2(-x)) * -rate
+        return dg, gl.sum(dg, 1), to_A_log
+    else:
+        if F.gate == "bounded":
+            e = ex2(x * slope + offset[:, None])
+            s = rcp(1.0 + e)
+            dg *= gl.minimum(e, 2.0**126) * s * s * (lower_bound * rate)
+        elif F.any:
+            dg = gl.where(x < CUT, 0.0, dg)
+        total = gl.sum(dg, 1)
+        return dg, total, gl.sum(dg * x, 1) + bias * total
 
 
 @gluon.jit
-def score_gradients(DN, least, buf, beta_ptr, beta_row, dbeta_ptr, norms_ptr, length, HV, scale, F: gl.constexpr):
-    """Write dZ, dA over size to buf.pairs, dbeta to memory; DN [64, 32] = (do, dv) r^T. Returns (size, 1 / size), size at least `least`."""
+def score_gradients(DN, least, buf, beta_ptr, beta_row, dbeta_ptr, norms_ptr, late, cut, length, HV, scale, F: gl.constexpr):
+    """Write dZ, dA over size to buf.pairs, dbeta to memory; DN [64, 32] = (do, dv) r^T. Returns (size, 1 / size), size at least `least`.
+    A chunk that is cut leaves its pairs and size in `late`, for backward_levels.py, and keeps those of the rows before."""
     L: gl.constexpr = DN.type.layout
     row = gl.arange(0, 64, layout=gl.SliceLayout(1, L))
     column = gl.arange(0, 32, layout=gl.SliceLayout(0, L))[None, :]
@@ -234,39 +200,31 @@ def score_gradients(DN, least, buf, beta_ptr, beta_row, dbeta_ptr, norms_ptr, le
     DN = gl.where(column < (token + 1 - lower.to(gl.int32))[:, None], DN * factor[:, None], 0.0)
     bits = gl.maximum(gl.maximum(gl.max(gl.max(gl.abs(DN), 1), 0), least), 2.0**-60).to(gl.int32, bitcast=True) & 0x7F800000
     per_size = (0x7F000000 - bits).to(gl.float32, bitcast=True)
+    if F.any:
+        if cut < 32:
+            pairs_ptr, size_ptr = late
+            gl.store(pairs_ptr + row[:, None] * 32 + column, to_bf16(DN * per_size))
+            gl.store(size_ptr, bits.to(gl.float32, bitcast=True))
+        DN = gl.where((token < cut)[:, None], DN, 0.0)
     buf.pairs.store(to_bf16(DN * per_size))
     return bits.to(gl.float32, bitcast=True), per_size
 
 
 @gluon.jit
-def channel_sums(buf, x, part: gl.constexpr):
-    """Leave the sums over each group of 16 channels of x [K, 32] in buf.sums"""
-    buf.sums.index(part).store(gl.sum(x.reshape([x.shape[0] // 16, 16, 32]), 1))
-
-
-@gluon.jit
-def total_sums(buf, part: gl.constexpr, L: gl.constexpr):
-    """The sums over all channels, [32]"""
-    sums = buf.sums.index(part)
-    by_token: gl.constexpr = gl.BlockedLayout([sums.shape[0], 1], [1, 32], [1, gl.num_warps()], [1, 0])  # each warp adds for itself
-    return gl.convert_layout(gl.sum(sums.load(by_token), 0), L)
-
-
-@gluon.jit
-def store_tile(x, desc, ptr, tile, first, length, head, HV, K: gl.constexpr):
-    """Write x [K, 32] to rows first to first + length: by the copy engine through `tile` [32, K] where that is possible"""
-    aligned: gl.constexpr = ptr.dtype.element_ty == tile.dtype
-    if aligned:
-        if length == 32:
-            tile.permute((1, 0)).store(x.to(tile.dtype))
-            fence_async_shared()
-            tma.async_copy_shared_to_global(desc, [first, head * K], tile)
-    if not aligned or length < 32:
-        L: gl.constexpr = x.type.layout
-        channel = gl.arange(0, K, layout=gl.SliceLayout(1, L))[:, None]
-        token = gl.arange(0, 32, layout=gl.SliceLayout(0, L))[None, :]
-        at = (first.to(gl.int64) * HV + head) * K
-        gl.store(ptr + at + token * (HV * K) + channel, x.to(ptr.dtype.element_ty), mask=token < length)
+def keep_state_part(written, ky, up, last, rho, cut, norms, length, slope, offset, factor, buf, F: gl.constexpr):
+    """Leave in buf.kept the state's part of dk, 2^(G_C - G) (r dS'^T), and the sums over earlier tokens of k times it; 2^G_C rho."""
+    L: gl.constexpr = written.type.layout
+    if cut < 32:
+        to_end = ex2(last[:, None] - sums_from_first(token_decay(buf.g, slope, offset, factor, L, F)))
+    else:
+        to_end = inverse(up) * ex2(last + 0.5 * SPAN)[:, None]
+    stored = written * to_end
+    if not F.l2norm:
+        token = gl.arange(0, 32, layout=gl.SliceLayout(0, L))
+        stored *= gl.where(token < length, 1.0 / gl.load(norms + 32 + token), 0.0)[None, :]
+    buf.kept.index(0).store(stored)
+    buf.kept.index(1).store(sums_before(widen(ky) * up * stored))
+    return ex2(last) * rho
 
 
 @gluon.jit
@@ -283,11 +241,15 @@ def make_buffers(src, F: gl.constexpr):
     both = gl.allocate_shared_memory(dtype, [2, 64, 32], tile_layout(16, 64))
     r = both._reinterpret(dtype, [V, 32], tile_layout(16, 64))
     sums = both.index(1)._reinterpret(gl.float32, [2, K // 16, 32], plain_shared(2))
+    if V == 128 or not F.any:
+        kept = dh._reinterpret(gl.float32, [V // 64, K, 32], tile_layout(32))
+    else:
+        kept = gl.allocate_shared_memory(gl.float32, [2, K, 32], tile_layout(32))
     inputs = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     states = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(inputs, count=1)
     mbarrier.init(states, count=1)
-    return Buffers(q, k, g, dd, h, dh, r, both.index(0), sums, inputs, states)
+    return Buffers(q, k, g, dd, h, dh, r, both.index(0), sums, kept, inputs, states)
 
 
 @gluon.jit(do_not_specialize=["HV", "group", "beta_row"], do_not_specialize_on_alignment=["beta_ptr"])
@@ -297,7 +259,8 @@ def fused_gradients_kernel(
     dq_ptr, dk_ptr, dg_ptr,  # the same memory; dq, dk in fp32 where their heads are added afterwards
     beta_ptr,  # [R, HV], row stride beta_row
     A_log_ptr, dt_bias_ptr,  # [HV], [HV, K] or None
-    norms_ptr,  # [NC, HV, 2, 32] fp32: as backward_prepare.py
+    norms_ptr, cut_ptr,  # [NC, HV, 2, 32] fp32, [NC, HV] int32 or None: as backward_prepare.py
+    pairs_ptr, size_ptr,  # [NC, HV, 2, 32, 32] bf16, [NC, HV] fp32: what chunks that are cut leave, or None
     dbeta_ptr,  # [R, HV]
     dA_log_ptr, ddt_bias_ptr,  # [NC, HV], [NC, HV, K] fp32 partial sums, zero where a chunk has no rows, or None
     chunks_ptr,  # [NC, 4] int32
@@ -324,9 +287,13 @@ def fused_gradients_kernel(
         bias = gl.zeros([K], gl.float32, gl.SliceLayout(1, L))
         if dt_bias_ptr is not None:
             bias = gl.load(dt_bias_ptr + head * K + channel).to(gl.float32)
-        slope = rate * -LOG2E
+        slope = rate * 0.0 + LOG2E if F.gate == "softplus" else rate * -LOG2E
         offset = bias * slope
-        factor = LOG2E if F.gate == "none" else lower_bound * LOG2E
+        factor = rate * 0.0 + LOG2E
+        if F.gate == "bounded":
+            factor = lower_bound * LOG2E
+        elif F.gate == "softplus":
+            factor = -rate
         norms = norms_ptr + entry.to(gl.int64) * 64
         nq = gl.load(norms + token)
         nk = gl.load(norms + 32 + token)
@@ -337,11 +304,14 @@ def fused_gradients_kernel(
             clear_rows(buf.q, length, 0.0)
             clear_rows(buf.k, length, 0.0)
             clear_rows(buf.g, length, 0.0 if F.gate == "none" else DEAD)
-        s = widen(buf.g.permute((1, 0)).load(L))
-        if F.gate == "bounded":
-            s = rcp(1.0 + ex2(s * slope + offset[:, None]))
-        last = gl.sum(s, 1) * factor
-        up = ex2(sums_from_first(s) * factor + shift)
+        s = token_decay(buf.g, slope, offset, factor, L, F)
+        last = gl.sum(s, 1)
+        G = sums_from_first(s)
+        if F.any:
+            up = ex2(hold(G, -2.0 * shift) + shift)
+        else:
+            last *= factor
+            up = ex2(G * factor + shift)
         buf.q.permute((1, 0)).store(to_bf16(widen(buf.q.permute((1, 0)).load(L)) * (up * nq[None, :])))
         k = widen(buf.k.permute((1, 0)).load(L)) * nk[None, :]
         buf.k.permute((1, 0)).store(to_bf16(k * up))
@@ -356,10 +326,19 @@ def fused_gradients_kernel(
         DN = warpgroup_mma(buf.dd, buf.r, zero_pairs, use_acc=False, is_async=True)
         written = warpgroup_mma(buf.dh.permute((1, 0)), buf.r, zero, use_acc=False, is_async=True)
         DN, written = warpgroup_mma_wait(0, deps=(DN, written))
-        gl.thread_barrier()  # other tiles may come into r's place
-        least = gl.max(gl.max(gl.abs(written), 1), 0) * 2.0**-10
+        gl.thread_barrier()  # other tiles may come into r's place, and into dh's
+        least = 0.0
+        late = None
+        cut = 32
+        if F.any:
+            cut = gl.load(cut_ptr + entry)
+            late = pairs_ptr + entry.to(gl.int64) * 2048, size_ptr + entry
+            rho = keep_state_part(written, ky, up, last, rho, cut, norms, length, slope, offset, factor, buf, F)
+        else:
+            least = gl.max(gl.max(gl.abs(written), 1), 0) * 2.0**-10
         size, per_size = score_gradients(
-            DN, least, buf, beta_ptr + first.to(gl.int64) * beta_row + head, beta_row, dbeta_ptr + at, norms, length, HV, scale, F
+            DN, least, buf, beta_ptr + first.to(gl.int64) * beta_row + head, beta_row, dbeta_ptr + at, norms, late, cut, length, HV,
+            scale, F,
         )  # fmt: skip
         fence_async_shared()
         gl.thread_barrier()
@@ -373,14 +352,18 @@ def fused_gradients_kernel(
         unit = ex2(-shift)  # per_size first: the factors' own products may leave fp32's range
         sum_q = sum_q * per_size * (unit * scale)
         read = read * per_size * -unit
-        written = written * per_size * ex2(last + shift)[:, None]
+        if F.any:
+            written = zero
+        else:
+            written = written * per_size * ex2(last + shift)[:, None]
         if not F.l2norm:
             per_q = gl.where(token < length, 1.0 / gl.load(norms + token), 0.0)[None, :]
             per_k = gl.where(token < length, 1.0 / gl.load(norms + 32 + token), 0.0)[None, :]
             sum_q *= per_q
             read *= per_k
             written *= per_k
-        rho = ex2(last) * rho + gl.sum(widen(ky) * written, 1) * size
+        if not F.any:
+            rho = ex2(last) * rho + gl.sum(widen(ky) * written, 1) * size
         dZ = buf.pairs.slice(0, 32, dim=0)
         dA = buf.pairs.slice(32, 32, dim=0)
         kyA = gl.convert_layout(ky, A)
@@ -398,9 +381,13 @@ def fused_gradients_kernel(
         dG += by_reading
         lost = widen(ky) * written
         dG -= lost
+        dk = up * read + inverse(up) * written
+        if F.any:
+            stored = buf.kept.index(0).load(L) * per_size
+            dk += stored
+            lost += widen(ky) * up * stored
         if F.l2norm:
             channel_sums(buf, by_reading + lost, 1)
-        dk = up * read + inverse(up) * written
         nq = gl.load(norms + token) * size
         nk = gl.load(norms + 32 + token) * size
         if F.l2norm:
@@ -415,15 +402,13 @@ def fused_gradients_kernel(
         store_tile(dq, dq_desc, dq_ptr, buf.q, first, length, head, HV, K)
         store_tile(dk, dk_desc, dk_ptr, buf.k, first, length, head, HV, K)
 
-        dg = gl.where((token < length)[None, :], sums_from_last(dG) * size + rho[:, None], 0.0)
-        x = widen(buf.g.permute((1, 0)).load(L))
-        if F.gate == "bounded":
-            e = ex2(x * slope + offset[:, None])
-            s = rcp(1.0 + e)
-            dg *= gl.minimum(e, 2.0**126) * s * s * (lower_bound * rate)
-        total = gl.sum(dg, 1)
+        dg = sums_from_last(dG) * size
+        if F.any:
+            dg += buf.kept.index(1).load(L)
+        dg = gl.where((token < length)[None, :], dg + rho[:, None], 0.0)
+        dg, total, to_A_log = gate_chain(dg, buf.g, slope, offset, rate, lower_bound, bias, L, F)
         if dA_log_ptr is not None:
-            gl.store(dA_log_ptr + entry, gl.sum(gl.sum(dg * x, 1) + bias * total, 0))
+            gl.store(dA_log_ptr + entry, gl.sum(to_A_log, 0))
         if ddt_bias_ptr is not None:
             gl.store(ddt_bias_ptr + entry.to(gl.int64) * K + channel, total)
         store_tile(dg, dg_desc, dg_ptr, buf.g, first, length, head, HV, K)
@@ -451,25 +436,27 @@ def of_chunks(x: torch.Tensor) -> TensorDescriptor:
 
 def fused_gradients(
     problem: Problem, plan: Plan, inputs: Inputs, norms: torch.Tensor, do: torch.Tensor, h: torch.Tensor, dh: torch.Tensor, r: torch.Tensor,
-    dv: torch.Tensor, dq: torch.Tensor, dk: torch.Tensor, dg: torch.Tensor, dbeta: torch.Tensor,
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
-    """Write dq, dk (per value head), dg [B, T, HV, K] and dbeta [B, T, HV]; return the gradients of A_log [HV] and dt_bias [HV, K] in
-    fp32 (None if absent).
+    dv: torch.Tensor, dq: torch.Tensor, dk: torch.Tensor, dg: torch.Tensor, dbeta: torch.Tensor, cut: torch.Tensor | None,
+) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
+    """Write dq, dk (per value head), dg [B, T, HV, K] and dbeta [B, T, HV]; return the terms of A_log's [NC, HV, 1] and dt_bias's
+    [NC, HV, K] gradient in fp32 (None if absent), to be added in one order: no atomics.
 
-    Args: do, dv [B, T, HV, V]; h, dh, r from both_scans. Partial sums are written per chunk and added in one order: no atomics."""
+    Args: do, dv [B, T, HV, V]; h, dh, r from both_scans."""
     HV, K, NC, device = problem.HV, problem.K, plan.num_chunks, do.device
     create = torch.zeros if problem.varlen else torch.empty  # chunks without rows write nothing
     partial = lambda present, *n: create(NC, HV, *n, dtype=torch.float32, device=device) if present else None
-    dA_log, ddt_bias = partial(problem.has_A_log), partial(problem.has_dt_bias, K)
+    dA_log, ddt_bias = partial(problem.has_A_log, 1), partial(problem.has_dt_bias, K)
+    pairs = size = None
+    if cut is not None:
+        pairs, size = torch.empty(NC, HV, 2, C, C, dtype=problem.dtype, device=device), torch.empty(NC, HV, 1, device=device)
     if NC and problem.T:  # a batch of empty sequences has chunks of no rows
         beta = as_rows(inputs.beta)
         results = (dq, dk, dg)
-        form = Form(K, problem.V, problem.gate, problem.qk_l2norm, problem.beta_sigmoid, problem.neg_eigval)
+        form = Form(K, problem.V, problem.gate, not problem.bounded, problem.qk_l2norm, problem.beta_sigmoid, problem.neg_eigval)
         fused_gradients_kernel[(NC * HV,)](
             *map(of_tokens, (inputs.q, inputs.k, inputs.g, do, dv)), *map(of_chunks, (h, dh, r)), *map(of_tokens, results), *results, beta,
-            contiguous(inputs.A_log), contiguous(inputs.dt_bias), norms, dbeta, dA_log, ddt_bias, plan.chunks, beta.stride(0), HV,
-            problem.group, float(problem.scale), float(problem.lower_bound), half_span(problem), form, num_warps=min(WARPS, K // 16),
-            maxnreg=1024 // WARPS,
+            contiguous(inputs.A_log), contiguous(inputs.dt_bias), norms, cut, pairs, size, dbeta, dA_log, ddt_bias, plan.chunks,
+            beta.stride(0), HV, problem.group, float(problem.scale), float(problem.lower_bound or 0.0), half_span(problem), form,
+            num_warps=min(WARPS, K // 16), maxnreg=1024 // WARPS,
         )  # fmt: skip
-    total = lambda x: None if x is None else x.sum(0)
-    return total(dA_log), total(ddt_bias)
+    return dA_log, ddt_bias, pairs, size

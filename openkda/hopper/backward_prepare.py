@@ -7,6 +7,11 @@ x = 2^(G + shift) and y = 2^(-G - shift) split the factor of a pair (row r, colu
 at g = -5 span 2^231, and shift, half of that, keeps both factors within 2^-116 and 2^116. Rows are normalised first, with or without an L2
 norm in the problem, so that what falls below bf16's smallest number is below 2^-10 of its row. w is negative, so that both scans only add.
 
+A gate without a bound takes the same form in every row up to the first in which some channel has left that span; an initialised layer never
+does, nor do random gates. From that row on, `cut`, rows take their pairs by levels (docs/backward.md, numerics 3): every factor is at most
+1. Which form a row takes depends on it and on rows before it: causality is bit-exact. A second launch, LEVELS, writes what those rows have
+of Aqk, T and w, and ends at once where a chunk is not cut: levels cost the registers that the one pair factor is fast with.
+
 The inverse doubles its blocks, 1, 2, 4, 8, 16 rows: X <- X - X L_s X, where L_s holds the pairs of an odd and an even block of s rows;
 every iterate is the exact inverse of a block-diagonal part of I + L, so nothing grows.
 
@@ -28,6 +33,7 @@ from openkda.portable.tile import LOG2E, as_rows, chunk_bounds, contiguous, load
 from openkda.problem import Inputs, Problem
 
 C = 32  # tokens per chunk: the span of the pair factors allows no more
+SPAN = tl.constexpr(32 * 5 * 1.4427)  # bits that two pair factors share at most: 32 tokens at the lowest bound there is
 
 
 class Prepared(NamedTuple):
@@ -40,6 +46,7 @@ class Prepared(NamedTuple):
     qg: torch.Tensor  # [NC, HV, C, K]
     decay: torch.Tensor  # [NC, HV, K] fp32
     norms: torch.Tensor  # [NC, HV, 2, C] fp32: 1 / |q|, 1 / |k|; zero on rows past the end
+    cut: torch.Tensor | None  # [NC, HV] int32: first row that takes its pairs by levels, C if none does; None for bounded gates
 
 
 @triton.jit
@@ -60,12 +67,59 @@ def bounded_sigmoid(x, rate):
 
 
 @triton.jit
-def decay_bits(x, rate, lower_bound, GATE: tl.constexpr):
-    """log2 of the decay from the gate as given plus its bias."""
+def softplus_sigmoid(x):
+    """(softplus(x), sigmoid(x)), both with small relative error: portable/gate.py has the series."""
+    y = exp2(tl.abs(x) * -LOG2E)
+    z = divide(y, 2.0 + y)
+    s = z * z
+    p = 1.0 / 15
+    for n in tl.static_range(13, 1, -2):
+        p = p * s + 1.0 / n
+    return tl.maximum(x, 0.0) + 2.0 * z * (1.0 + s * p), divide(tl.where(x < 0.0, y, 1.0), 1.0 + y)
+
+
+@triton.jit
+def decay_bits(x, rate, lower_bound, GATE: tl.constexpr, ANY: tl.constexpr):
+    """log2 of the decay from the gate as given plus its bias; without a bound held at -SPAN, which leaves nothing in fp32."""
     if GATE == "none":
-        return x * LOG2E
+        bits = x * LOG2E
+    elif GATE == "softplus":
+        bits = softplus_sigmoid(x)[0] * (rate * -LOG2E)
     else:
-        return bounded_sigmoid(x, rate)[0] * (lower_bound * LOG2E)
+        bits = bounded_sigmoid(x, rate)[0] * (lower_bound * LOG2E)
+    return at_least(bits, -SPAN) if ANY else bits
+
+
+@triton.jit
+def at_least(x, low):
+    """x, or low where x is below; NaN stays."""
+    return tl.where(x < low, low, x)
+
+
+@triton.jit
+def level_factor(G, S: tl.constexpr, C: tl.constexpr, K: tl.constexpr):
+    """2^(G_r - G_a) in rows of odd blocks of S rows, 2^(G_a - G_i) in rows of even ones, a the even block's last row; G [C, K]"""
+    odd = (tl.arange(0, C) // S % 2 == 1)[:, None]
+    even = tl.reshape(tl.where(odd, float("inf"), G), [C // (2 * S), 2 * S, K])
+    Ga = tl.min(even, 1)[:, None, :] + tl.zeros([C // (2 * S), 2 * S, K], tl.float32)  # the last row's: G never rises
+    Ga = tl.reshape(Ga, [C, K])
+    return exp2(tl.where(odd, G - Ga, Ga - G))
+
+
+@triton.jit
+def level_scores(q, k, G, C: tl.constexpr, K: tl.constexpr, element: tl.constexpr):
+    """The decayed q k^T and k k^T [C, C] by levels, of normalised rows q, k [C, K]"""
+    r = tl.arange(0, C)[:, None]
+    i = tl.arange(0, C)[None, :]
+    Aqk = tl.where(r == i, tl.dot(q.to(element), tl.trans(k.to(element))), 0.0)
+    L = tl.zeros([C, C], tl.float32)
+    for level in tl.static_range(5):
+        x = level_factor(G, 2**level, C, K)
+        kx = (k * x).to(element)
+        pairs = pair_mask(r, i, 2**level)
+        Aqk = tl.where(pairs, tl.dot((q * x).to(element), tl.trans(kx)), Aqk)
+        L = tl.where(pairs, tl.dot(kx, tl.trans(kx)), L)
+    return Aqk, L
 
 
 @triton.jit
@@ -99,18 +153,24 @@ def prepare_chunk_kernel(
     g_ptr,  # [R, HV, K] as given, row stride g_row, head stride g_head
     beta_ptr,  # [R, HV], row stride beta_row
     A_log_ptr, dt_bias_ptr,  # [HV], [HV, K] or None
-    Aqk_ptr, T_ptr, w_ptr, kg_ptr, qg_ptr, decay_ptr, norms_ptr,  # as Prepared
+    Aqk_ptr, T_ptr, w_ptr, kg_ptr, qg_ptr, decay_ptr, norms_ptr, cut_ptr,  # as Prepared
     chunks_ptr,  # [NC, 4] int32
     q_row, q_head, k_row, k_head, g_row, g_head, beta_row,
     scale, lower_bound, shift, HV, group,
     K: tl.constexpr, C: tl.constexpr, GATE: tl.constexpr, L2NORM: tl.constexpr, SIGMOID: tl.constexpr, NEG: tl.constexpr,
+    LEVELS: tl.constexpr,
 ):  # fmt: skip
     entry = tl.program_id(0).to(tl.int64)
     h = entry % HV
     first, length = chunk_bounds(chunks_ptr, entry // HV)
     if length <= 0:
         return
+    if LEVELS:
+        cut = tl.load(cut_ptr + entry)
+        if cut >= C:
+            return
     hq = h // group
+    ANY: tl.constexpr = cut_ptr is not None
     rows = tl.arange(0, C)
     cols = tl.arange(0, K)
     live = rows < length
@@ -120,7 +180,7 @@ def prepare_chunk_kernel(
     beta = nonzero_beta(load_beta(beta_ptr + first * beta_row + h, rows, beta_row, live, SIGMOID, NEG))
     if dt_bias_ptr is not None:
         x += tl.load(dt_bias_ptr + h * K + cols).to(tl.float32)[None, :]
-    bits = tl.where(live[:, None], decay_bits(x, gate_rate(A_log_ptr, h), lower_bound, GATE), 0.0)
+    bits = tl.where(live[:, None], decay_bits(x, gate_rate(A_log_ptr, h), lower_bound, GATE, ANY), 0.0)
     G = tl.cumsum(bits, axis=0)
     last = tl.sum(bits, 0)
     EPS: tl.constexpr = 1e-6 if L2NORM else 1e-30
@@ -133,57 +193,74 @@ def prepare_chunk_kernel(
         fk = tl.where(live, 1.0 / nk, 0.0)
     element: tl.constexpr = w_ptr.dtype.element_ty
     at = entry * (C * K) + rows[:, None] * K + cols[None, :]
-    up = exp2(G + shift)  # 2^G = up 2^-shift
-    down = exp2(-G - shift)  # 2^(G_C - G) = down 2^(G_C + shift)
-    qx = q * (up * nq[:, None])
-    tl.store(qg_ptr + at, (qx * (fq * exp2(-shift))[:, None]).to(element))
     k *= nk[:, None]
+    N = G
+    if ANY:
+        N = at_least(G, -2.0 * shift)  # where that is not G, 2^G is zero and the pairs come by levels
+        if not LEVELS:
+            tl.store(cut_ptr + entry, tl.min(tl.where(tl.min(G, 1) < -2.0 * shift, rows, C), 0))
+    up = exp2(N + shift)  # 2^G = up 2^-shift
+    down = exp2(-N - shift)  # 2^(G_C - G) = down 2^(G_C + shift)
+    qx = q * (up * nq[:, None])
     kx = (k * up).to(element)
     ky = k * down
-    kg = ky * exp2(last + shift)[None, :]
-    if not L2NORM:
-        kg *= fk[:, None]
-    tl.store(kg_ptr + at, kg.to(element))
-    tl.store(decay_ptr + entry * K + cols, exp2(last))
-    tl.store(norms_ptr + entry * (2 * C) + rows, nq)
-    tl.store(norms_ptr + entry * (2 * C) + C + rows, nk)
+    if not LEVELS:
+        tl.store(qg_ptr + at, (qx * (fq * exp2(-shift))[:, None]).to(element))
+        if ANY:
+            kg = k * exp2(last[None, :] - G)
+        else:
+            kg = ky * exp2(last + shift)[None, :]
+        if not L2NORM:
+            kg *= fk[:, None]
+        tl.store(kg_ptr + at, kg.to(element))
+        tl.store(decay_ptr + entry * K + cols, exp2(last))
+        tl.store(norms_ptr + entry * (2 * C) + rows, nq)
+        tl.store(norms_ptr + entry * (2 * C) + C + rows, nk)
     ky = tl.trans(ky.to(element))
     Aqk = tl.dot(qx.to(element), ky)
     L = tl.dot(kx, ky)
     r = rows[:, None]
     i = rows[None, :]
+    mask = None
+    if LEVELS:
+        mask = r >= cut
+        Aqk, L_levels = level_scores(q * nq[:, None], k, G, C, K, element)
+        L = tl.where(mask, L_levels, L)
     square = entry * (C * C) + r * C + i
-    tl.store(Aqk_ptr + square, tl.where(r >= i, Aqk * fq[:, None] * fk[None, :], 0.0).to(element))
+    tl.store(Aqk_ptr + square, tl.where(r >= i, Aqk * fq[:, None] * fk[None, :], 0.0).to(element), mask=mask)
     X = invert_blocks(tl.where(r > i, L * (beta * fk)[:, None] * fk[None, :], 0.0), C)
     live_beta = tl.where(live, beta, 0.0)
     T = X * live_beta[None, :]
     high = T.to(element)
     square += entry * (C * C)
-    tl.store(T_ptr + square, high)
-    tl.store(T_ptr + C * C + square, (T - high.to(tl.float32)).to(element))
+    tl.store(T_ptr + square, high, mask=mask)
+    tl.store(T_ptr + C * C + square, (T - high.to(tl.float32)).to(element), mask=mask)
     # 2^G k = kx 2^-shift; half of that factor now, so that a small beta stays a normal number.
     T = X * (live_beta * fk * -exp2(-0.5 * shift))[None, :]
     high = T.to(element)
     w = tl.dot((T - high.to(tl.float32)).to(element), kx, acc=tl.dot(high, kx)) * exp2(-0.5 * shift)
-    tl.store(w_ptr + at, w.to(element))
+    tl.store(w_ptr + at, w.to(element), mask=mask)
 
 
 def half_span(problem: Problem) -> float:
-    """Half of the bits that a chunk can decay by: `shift` of the pair factors."""
-    return 0.5 * C * 1.4427 * -problem.lower_bound
+    """Half of the bits that a chunk can decay by, or may before it is cut: `shift` of the pair factors."""
+    return 0.5 * (C * 1.4427 * -problem.lower_bound if problem.bounded else SPAN.value)
 
 
 def prepare_chunks(problem: Problem, plan: Plan, inputs: Inputs) -> Prepared:
     """The tiles of every chunk of a plan with C tokens a chunk; unused rows of the plan's table are not written."""
     HV, K, NC, dtype, device = problem.HV, problem.K, plan.num_chunks, problem.dtype, inputs.q.device
     new = lambda *shape, dtype=dtype: torch.empty(NC, HV, *shape, dtype=dtype, device=device)
-    p = Prepared(new(C, C), new(2, C, C), new(C, K), new(C, K), new(C, K), new(K, dtype=torch.float32), new(2, C, dtype=torch.float32))
+    p = Prepared(
+        new(C, C), new(2, C, C), new(C, K), new(C, K), new(C, K), new(K, dtype=torch.float32), new(2, C, dtype=torch.float32),
+        None if problem.bounded else new(dtype=torch.int32),
+    )  # fmt: skip
     q, k, g, beta = (as_rows(x) for x in (inputs.q, inputs.k, inputs.g, inputs.beta))
-    if NC:
+    for levels in ((False,) if problem.bounded else (False, True)) if NC else ():
         prepare_chunk_kernel[(NC * HV,)](
             q, k, g, beta, contiguous(inputs.A_log), contiguous(inputs.dt_bias), *p, plan.chunks, q.stride(0), q.stride(1), k.stride(0),
-            k.stride(1), g.stride(0), g.stride(1), beta.stride(0), float(problem.scale), float(problem.lower_bound), half_span(problem),
-            HV, problem.group, K=K, C=C, GATE=problem.gate, L2NORM=problem.qk_l2norm, SIGMOID=problem.beta_sigmoid,
-            NEG=problem.neg_eigval, num_warps=4, maxnreg=168,
+            k.stride(1), g.stride(0), g.stride(1), beta.stride(0), float(problem.scale), float(problem.lower_bound or 0.0),
+            half_span(problem), HV, problem.group, K=K, C=C, GATE=problem.gate, L2NORM=problem.qk_l2norm, SIGMOID=problem.beta_sigmoid,
+            NEG=problem.neg_eigval, LEVELS=levels, num_warps=4, maxnreg=255 if levels else 168,
         )  # fmt: skip
     return p

@@ -11,6 +11,7 @@ import torch
 
 from openkda.hopper.backward_chunk import chunk_gradients
 from openkda.hopper.backward_fused import fused_gradients
+from openkda.hopper.backward_levels import level_gradients
 from openkda.hopper.backward_prepare import C, prepare_chunks
 from openkda.hopper.backward_scan import both_scans
 from openkda.hopper.backward_scores import score_gradients
@@ -20,7 +21,7 @@ from openkda.problem import Inputs, Problem
 
 def fuses(problem: Problem) -> bool:
     """Whether one kernel takes scores and channels: on a device, because the interpreter knows no Gluon."""
-    return problem.bounded and problem.dtype == torch.bfloat16 and not interpreted()
+    return problem.dtype == torch.bfloat16 and not interpreted()
 
 
 def gradients(
@@ -48,10 +49,15 @@ def gradients(
         dq, dk, dg = (contiguous_like(inputs.g, dtype) for dtype in (of_heads, of_heads, problem.gate_dtype))
         dbeta = contiguous_like(inputs.beta, problem.beta_dtype)
         if fused:
-            dA_log, ddt_bias = fused_gradients(problem, plan, inputs, p.norms, do, h, dh, r, dv, dq, dk, dg, dbeta)
+            dA_log, ddt_bias, pairs, size = fused_gradients(problem, plan, inputs, p.norms, do, h, dh, r, dv, dq, dk, dg, dbeta, p.cut)
         else:
             scores = score_gradients(problem, plan, inputs, p, o, do, r, dr, dv, dbeta)
             dA_log, ddt_bias = chunk_gradients(problem, plan, inputs, p, scores, do, h, dh, r, dv, dq, dk, dg)
+            pairs, size = scores.pairs, scores.sums[:, :, 2]
+        if p.cut is not None:
+            level_gradients(problem, plan, inputs, p.norms, p.cut, pairs, size, dq, dk, dg, dA_log, ddt_bias, project=fused)
+        total = lambda x, *axes: None if x is None else x.sum((0, *axes))
+        dA_log, ddt_bias = total(dA_log, 2), total(ddt_bias)
         if problem.group > 1:
             dq, dk = (x.unflatten(2, (problem.H, problem.group)).sum(3) for x in (dq, dk))
         found = [dq, dk, dv, dg, dbeta, dA_log, ddt_bias]

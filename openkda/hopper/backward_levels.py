@@ -1,0 +1,144 @@
+"""Gradients of the pairs that rows of a fast gate take by levels (docs/backward.md, (6) to (8) and numerics 3), added to the others.
+
+A row from `cut` on, where some channel has left the span of one pair factor (backward_prepare.py), meets each row before it at the level
+where the two lie in the odd and the even block of S rows of one block of 2S, with x = 2^(G_r - G_a) and 2^(G_a - G_i), a the even block's
+last row: no factor is above 1. With the rows of q and k times x, rounded to bf16:
+
+    dq_r += x (dZ kx)        dk_r += x (dA kx)        dk_i += x (dZ^T qx + dA^T kx)        dG = q dq + k dk_read - k dk_written
+
+and the diagonal of dZ without a factor. dG multiplies by the tiles as rounded and its sums stay within this kernel: both ends of a pair
+cancel to fp32 rounding. All that follows is linear, the norms' projection and the gate's chain too: results are read, added to, written.
+
+Grid (head times chunk,); a chunk without such rows ends at once. Tiles [C, K]: fp32 q, k, G and the sums dq, dk, dG and two for the norms.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from openkda.hopper.backward_chunk import gate_chain
+from openkda.hopper.backward_prepare import C, decay_bits, gate_rate, level_factor, pair_mask
+from openkda.plan import Plan
+from openkda.portable.tile import as_rows, chunk_bounds, contiguous, load_tile
+from openkda.problem import Inputs, Problem
+
+
+@triton.jit
+def add_tile(ptr, x, mask):
+    """Add x to what is in memory."""
+    tl.store(ptr, (tl.load(ptr, mask=mask, other=0.0).to(tl.float32) + x).to(ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def level_pairs(q, k, G, dZ, dA, C: tl.constexpr, K: tl.constexpr):
+    """Of normalised rows q, k [C, K] fp32 and dZ, dA [C, C] bf16: dq, dk, q dq, k dk, dG, [C, K] each."""
+    element: tl.constexpr = dZ.dtype
+    r = tl.arange(0, C)[:, None]
+    i = tl.arange(0, C)[None, :]
+    own = tl.where(r == i, dZ, 0.0)
+    qx = q.to(element)
+    kx = k.to(element)
+    dq = tl.dot(own, kx)
+    dk = tl.dot(own, qx)
+    along_q = q * dq
+    along_k = k * dk
+    dG = tl.zeros([C, K], tl.float32)
+    for level in tl.static_range(5):
+        pairs = pair_mask(r, i, 2**level)
+        Z = tl.where(pairs, dZ, 0.0)
+        A = tl.where(pairs, dA, 0.0)
+        x = level_factor(G, 2**level, C, K)
+        qx = (q * x).to(element)
+        kx = (k * x).to(element)
+        by_q = tl.dot(Z, kx)
+        dq += x * by_q
+        by_q *= qx.to(tl.float32)
+        along_q += by_q
+        dG += by_q
+        by_k = tl.dot(A, kx)
+        to_k = tl.dot(tl.trans(A), kx, acc=tl.dot(tl.trans(Z), qx))
+        dk += x * (by_k + to_k)
+        by_k *= kx.to(tl.float32)
+        to_k *= kx.to(tl.float32)
+        along_k += by_k + to_k
+        dG += by_k - to_k
+    return dq, dk, along_q, along_k, dG
+
+
+@triton.jit(do_not_specialize=["HV", "group", "partials"])
+def level_gradients_kernel(
+    q_ptr, k_ptr,  # [R, H, K], row strides q_row, k_row, head strides q_head, k_head
+    g_ptr,  # [R, HV, K] as given, row stride g_row, head stride g_head
+    A_log_ptr, dt_bias_ptr,  # [HV], [HV, K] or None
+    norms_ptr, cut_ptr,  # as Prepared
+    pairs_ptr, size_ptr,  # [NC, HV, 2, C, C] dZ, dA over size; size fp32, sizes apart
+    dq_ptr, dk_ptr, dg_ptr,  # [R, HV, K], added to
+    dA_log_ptr, ddt_bias_ptr,  # [NC, HV, partials], [NC, HV, K] fp32, added to, or None
+    chunks_ptr,  # [NC, 4] int32
+    q_row, q_head, k_row, k_head, g_row, g_head, HV, group, partials,
+    sizes: tl.constexpr, K: tl.constexpr, C: tl.constexpr, GATE: tl.constexpr, PROJECT: tl.constexpr,
+):  # fmt: skip
+    entry = tl.program_id(0).to(tl.int64)
+    h = entry % HV
+    first, length = chunk_bounds(chunks_ptr, entry // HV)
+    if length <= 0:
+        return
+    cut = tl.load(cut_ptr + entry)
+    if cut >= C:
+        return
+    hq = h // group
+    rows = tl.arange(0, C)
+    cols = tl.arange(0, K)
+    live = rows < length
+    nq = tl.load(norms_ptr + entry * (2 * C) + rows)
+    nk = tl.load(norms_ptr + entry * (2 * C) + C + rows)
+    q = load_tile(q_ptr + first * q_row + hq * q_head, rows, q_row, cols, live, K, K).to(tl.float32) * nq[:, None]
+    k = load_tile(k_ptr + first * k_row + hq * k_head, rows, k_row, cols, live, K, K).to(tl.float32) * nk[:, None]
+    x = load_tile(g_ptr + first * g_row + h * g_head, rows, g_row, cols, live, K, K).to(tl.float32)
+    if dt_bias_ptr is not None:
+        x += tl.load(dt_bias_ptr + h * K + cols).to(tl.float32)[None, :]
+    rate = gate_rate(A_log_ptr, h)
+    G = tl.cumsum(tl.where(live[:, None], decay_bits(x, rate, 0.0, GATE, True), 0.0), axis=0)
+    pairs_ptr += entry * (2 * C * C) + rows[:, None] * C + rows[None, :]
+    late = (rows >= cut)[:, None]
+    dZ = tl.where(late, tl.load(pairs_ptr), 0.0)
+    dA = tl.where(late, tl.load(pairs_ptr + C * C), 0.0)
+    size = tl.load(size_ptr + entry * sizes)
+    dq, dk, along_q, along_k, dG = level_pairs(q, k, G, dZ, dA, C, K)
+    if PROJECT:
+        dq -= q * tl.sum(along_q, 1)[:, None]
+        dk -= k * tl.sum(along_k, 1)[:, None]
+    tile = (first * HV + h) * K + rows[:, None] * (HV * K) + cols[None, :]
+    mask = live[:, None]
+    add_tile(dq_ptr + tile, dq * (nq * size)[:, None], mask)
+    add_tile(dk_ptr + tile, dk * (nk * size)[:, None], mask)
+    dg = tl.where(mask, tl.cumsum(dG, axis=0, reverse=True) * size, 0.0)
+    dg, dA_log = gate_chain(dg, x, rate, 0.0, GATE, True)
+    add_tile(dg_ptr + tile, dg, mask)
+    if dA_log_ptr is not None:
+        at = dA_log_ptr + entry * partials
+        tl.store(at, tl.load(at) + tl.sum(tl.sum(tl.where(mask, dA_log, 0.0), 0), 0))
+    if ddt_bias_ptr is not None:
+        add_tile(ddt_bias_ptr + entry * K + cols, tl.sum(dg, 0), cols < K)
+
+
+def level_gradients(
+    problem: Problem, plan: Plan, inputs: Inputs, norms: torch.Tensor, cut: torch.Tensor, pairs: torch.Tensor, size: torch.Tensor,
+    dq: torch.Tensor, dk: torch.Tensor, dg: torch.Tensor, dA_log: torch.Tensor | None, ddt_bias: torch.Tensor | None,
+    *, project: bool,
+) -> None:  # fmt: skip
+    """Add to dq, dk (per value head), dg [B, T, HV, K] and the partial sums dA_log [NC, HV, n], ddt_bias [NC, HV, K].
+
+    Args: norms, cut as Prepared; pairs [NC, HV, 2, C, C] over size; size [NC, HV, n] fp32, the first of the last axis;
+    project: whether these pairs' part of the L2 norms' projection is still to be taken off."""
+    HV, K, NC = problem.HV, problem.K, plan.num_chunks
+    q, k, g = (as_rows(x) for x in (inputs.q, inputs.k, inputs.g))
+    if NC:
+        level_gradients_kernel[(NC * HV,)](
+            q, k, g, contiguous(inputs.A_log), contiguous(inputs.dt_bias), norms, cut, pairs, size, dq, dk, dg, dA_log, ddt_bias,
+            plan.chunks, q.stride(0), q.stride(1), k.stride(0), k.stride(1), g.stride(0), g.stride(1), HV, problem.group,
+            1 if dA_log is None else dA_log.shape[2], sizes=size.stride(1), K=K, C=C, GATE=problem.gate,
+            PROJECT=project and problem.qk_l2norm, num_warps=8,
+        )  # fmt: skip

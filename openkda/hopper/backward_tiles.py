@@ -1,0 +1,149 @@
+"""Arithmetic on the tiles of the fused gradients: [K, 32], channels by tokens, 16 channels a warp (`group_layout(32)`).
+
+A thread holds 16 numbers of a tile: of two channels, tokens 8 g + 2 (lane % 4) + (0, 1) for g = 0 to 3. Sums over tokens stay within four
+threads, and subtract nothing: a small sum that follows a large term keeps its own precision. bf16 tiles are rounded and widened two
+elements at a time, so that they take half a register per element wherever they wait (instructions.py)."""
+
+from __future__ import annotations
+
+from openkda.hopper.compat import fence_async_shared, gl, gluon, mma_v2, tma
+
+
+def scan_code(reverse: bool = False, own: bool = True) -> str:
+    """PTX of a running sum over the tokens of a tile, from the first or from the last. own: whether a token's sum holds the token."""
+    way, last, order = ("down", 0, (3, 2, 1, 0)) if reverse else ("up", 3, (0, 1, 2, 3))
+    text = ["{ .reg .f32 s, t, e, base; .reg .pred p;"]
+    for row in range(2):
+        text.append("mov.f32 base, 0f00000000;")
+        for step, g in enumerate(order):
+            first, second = (4 * g + 2 * row + c for c in ((1, 0) if reverse else (0, 1)))
+            text.append(f"add.f32 s, ${16 + first}, ${16 + second};")
+            for distance in (1, 2):
+                text.append(f"shfl.sync.{way}.b32 t|p, s, {distance}, {0x1C03 if reverse else 0x1C00}, 0xffffffff; @p add.f32 s, s, t;")
+            text.append(f"shfl.sync.{way}.b32 e|p, s, 1, {0x1C03 if reverse else 0x1C00}, 0xffffffff; @!p mov.f32 e, 0f00000000;")
+            if own:
+                text.append(f"add.f32 e, e, base; add.f32 ${first}, e, ${16 + first}; add.f32 ${second}, ${first}, ${16 + second};")
+            else:
+                text.append(f"add.f32 ${first}, e, base; add.f32 ${second}, ${first}, ${16 + first};")
+            if step < 3:
+                text.append(f"shfl.sync.idx.b32 t, s, {last}, {0x1C03}, 0xffffffff; add.f32 base, base, t;")
+    return " ".join([*text, "}"])
+
+
+FROM_FIRST = gl.constexpr(scan_code())
+BEFORE = gl.constexpr(scan_code(own=False))
+FROM_LAST = gl.constexpr(scan_code(reverse=True))
+SIXTEEN = gl.constexpr(",".join(["=&f"] * 16 + ["f"] * 16))
+
+
+@gluon.jit
+def sums_from_first(x):
+    """Running sums over the tokens of x [K, 32]"""
+    return gl.inline_asm_elementwise(FROM_FIRST, SIXTEEN, [x], dtype=gl.float32, is_pure=True, pack=16)
+
+
+@gluon.jit
+def sums_before(x):
+    """Sums over the tokens before each"""
+    return gl.inline_asm_elementwise(BEFORE, SIXTEEN, [x], dtype=gl.float32, is_pure=True, pack=16)
+
+
+@gluon.jit
+def sums_from_last(x):
+    return gl.inline_asm_elementwise(FROM_LAST, SIXTEEN, [x], dtype=gl.float32, is_pure=True, pack=16)
+
+
+@gluon.jit
+def to_bf16(x):
+    return gl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=gl.bfloat16, is_pure=True, pack=2)
+
+
+@gluon.jit
+def widen(x):
+    """fp32 of a tile. Not pure: each use of a bf16 tile widens it anew, instead of keeping fp32 copies in registers."""
+    if x.dtype == gl.bfloat16:
+        return gl.inline_asm_elementwise(
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=r,=r,r", [x], dtype=gl.float32, is_pure=False, pack=2
+        )
+    else:
+        return x.to(gl.float32)
+
+
+@gluon.jit
+def inverse(x):
+    """1 / x. Not pure, likewise."""
+    return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=gl.float32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def clear_rows(tile, length, neutral):
+    """Overwrite the rows of a tile [rows, columns] whose token, row % 32, is past the end."""
+    L: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [gl.num_warps(), 1], [1, 0])
+    token = gl.arange(0, tile.shape[0], layout=gl.SliceLayout(1, L)) % 32
+    x = tile.load(L)
+    tile.store(gl.where((token < length)[:, None], x, neutral).to(tile.dtype))
+
+
+@gluon.constexpr_function
+def channel_groups(K, V):
+    """[K / 16, V, 16] view of a tile [V, K] of `tile_layout`: groups of 16 channels"""
+    bases = [[0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 0, 8], [1, 0, 0], [2, 0, 0], [0, 1, 8], [1, 2, 0], [2, 4, 0]]
+    v = 8
+    while v < V:
+        bases += [[0, v, 0]]
+        v *= 2
+    return gl.SharedLinearLayout(bases + [[4, 0, 0]] * (K // 128), [], 1024)
+
+
+@gluon.jit
+def state_products(h, dh, K: gl.constexpr, L: gl.constexpr):
+    """rowsum(S dS') [K] for h, dh [V, K]: the diagonals of their products, 16 channels a warp"""
+    V: gl.constexpr = h.shape[0]
+    W: gl.constexpr = K // 16
+    mma: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[gl.num_warps(), 1, 1], instr_shape=[1, 16, 8])
+    h = h._reinterpret(h.dtype, [W, V, 16], channel_groups(K, V)).permute((0, 2, 1))
+    dh = dh._reinterpret(dh.dtype, [W, V, 16], channel_groups(K, V))
+    gram = gl.zeros([W, 16, 16], gl.float32, mma)
+    for i in gl.static_range(V // 32):
+        left = h.slice(32 * i, 32, dim=2).load(gl.DotOperandLayout(0, mma, 2))
+        gram = mma_v2(left, dh.slice(32 * i, 32, dim=1).load(gl.DotOperandLayout(1, mma, 2)), gram)
+    i = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, mma)))[None, :, None]
+    j = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, mma)))[None, None, :]
+    return gl.convert_layout(gl.sum(gl.where(i == j, gram, 0.0), 2).reshape([K]), gl.SliceLayout(1, L))
+
+
+@gluon.jit
+def hold(x, low):
+    """x, or low where x is below; NaN stays."""
+    return gl.where(x < low, low, x)
+
+
+@gluon.jit
+def channel_sums(buf, x, part: gl.constexpr):
+    """Leave the sums over each group of 16 channels of x [K, 32] in buf.sums"""
+    buf.sums.index(part).store(gl.sum(x.reshape([x.shape[0] // 16, 16, 32]), 1))
+
+
+@gluon.jit
+def total_sums(buf, part: gl.constexpr, L: gl.constexpr):
+    """The sums over all channels, [32]"""
+    sums = buf.sums.index(part)
+    by_token: gl.constexpr = gl.BlockedLayout([sums.shape[0], 1], [1, 32], [1, gl.num_warps()], [1, 0])  # each warp adds for itself
+    return gl.convert_layout(gl.sum(sums.load(by_token), 0), L)
+
+
+@gluon.jit
+def store_tile(x, desc, ptr, tile, first, length, head, HV, K: gl.constexpr):
+    """Write x [K, 32] to rows first to first + length: by the copy engine through `tile` [32, K] where that is possible"""
+    aligned: gl.constexpr = ptr.dtype.element_ty == tile.dtype
+    if aligned:
+        if length == 32:
+            tile.permute((1, 0)).store(x.to(tile.dtype))
+            fence_async_shared()
+            tma.async_copy_shared_to_global(desc, [first, head * K], tile)
+    if not aligned or length < 32:
+        L: gl.constexpr = x.type.layout
+        channel = gl.arange(0, K, layout=gl.SliceLayout(1, L))[:, None]
+        token = gl.arange(0, 32, layout=gl.SliceLayout(0, L))[None, :]
+        at = (first.to(gl.int64) * HV + head) * K
+        gl.store(ptr + at + token * (HV * K) + channel, x.to(ptr.dtype.element_ty), mask=token < length)
