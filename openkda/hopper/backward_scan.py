@@ -1,14 +1,8 @@
-"""The two scans over chunks, both with the state transposed, [rows of V, K], in fp32 accumulators (docs/backward.md, (1) and (4)).
+"""The two scans over chunks, forward for the states and in reverse for their gradients (steps: backward_steps.py).
 
-    forward, from the first chunk      r = v T^T + S w^T                 S = S Diag(decay) + r kg               (w is negative)
-    reverse, from the last             dr = do Aqk + dS kg^T             dS = dS Diag(decay) + do qg + dr w      dv = dr T
-
-with v, do, r, dr transposed too, [rows of V, C]. An accumulator then turns into the next product's left operand without leaving its
-registers; the right operands are the tiles of backward_prepare.py as they lie in shared memory, and v and do are transposed by the matrix
-unit. What flows through dS of one row of V needs no other row, so V is split over blocks.
-
-Grid (2 V / BV, head, sequence): half of the blocks scan forward, half in reverse; neither needs the other.
-"""
+Grid (2 V / BV, head, segment): half of the blocks scan forward, half in reverse; neither needs the other. A segment is a sequence, or a
+part of one where sequences and heads alone do not fill the chip (backward_config.py decides, backward_segments.py finds the states at which
+parts begin)."""
 
 from __future__ import annotations
 
@@ -16,95 +10,27 @@ import torch
 import triton
 import triton.language as tl
 
+from openkda.hopper.backward_config import Scans, choose_scans
 from openkda.hopper.backward_prepare import C, Prepared
+from openkda.hopper.backward_segments import segment_states, segment_table
+from openkda.hopper.backward_steps import forward_steps, locate, reverse_steps, state_offsets
 from openkda.plan import Plan
-from openkda.portable.backward_inputs import store_channels
-from openkda.portable.tile import as_rows, contiguous, load_tile, sequence_bounds
-from openkda.problem import Problem
+from openkda.portable.tile import as_rows, contiguous
+from openkda.problem import Inputs, Problem
 
 BLOCK_V = 64  # rows of V per block: one warpgroup's product
 STAGES = 4  # chunks in flight
 
 
 @triton.jit
-def state_offsets(n, h, vv, kk, HV, K: tl.constexpr, V: tl.constexpr, V_FIRST: tl.constexpr):
-    """Offsets [rows of V, K] into a state [N, HV, K, V], or [N, HV, V, K] when V_FIRST."""
-    base = (n * HV + h) * (K * V)
-    if V_FIRST:
-        return base + vv[:, None] * K + kk[None, :]
-    else:
-        return base + kk[None, :] * V + vv[:, None]
-
-
-@triton.jit
-def forward_steps(
-    T_ptr, w_ptr, kg_ptr, decay_ptr, v_ptr, v_row, v_head, S0_ptr, h_ptr, r_ptr, first, length, chunk, count, n, h, vv, HV,
-    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BV: tl.constexpr, V_FIRST: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """Write every chunk's entry state and r."""
-    rows = tl.arange(0, C)
-    kk = tl.arange(0, K)
-    tile = rows[:, None] * K + kk[None, :]
-    square = rows[:, None] * C + rows[None, :]
-    S = tl.zeros([BV, K], tl.float32)
-    if S0_ptr is not None:
-        S = tl.load(S0_ptr + state_offsets(n, h, vv, kk, HV, K, V, V_FIRST)).to(tl.float32)
-    for c in tl.range(0, count, num_stages=STAGES):
-        entry = (chunk + c) * HV + h
-        v = load_tile(v_ptr + (first + c * C) * v_row + h * v_head, rows, v_row, vv, rows < length - c * C, V, BV)
-        T = tl.load(T_ptr + entry * (2 * C * C) + square)
-        rest = tl.load(T_ptr + entry * (2 * C * C) + C * C + square)
-        w = tl.load(w_ptr + entry * (C * K) + tile)
-        kg = tl.load(kg_ptr + entry * (C * K) + tile)
-        decay = tl.load(decay_ptr + entry * K + kk)
-        Sb = S.to(w.dtype)
-        tl.store(h_ptr + entry * (K * V) + vv[:, None] * K + kk[None, :], Sb)
-        r = tl.dot(tl.trans(v), tl.trans(rest), acc=tl.dot(tl.trans(v), tl.trans(T)))
-        r = tl.dot(Sb, tl.trans(w), acc=r).to(w.dtype)
-        tl.store(r_ptr + entry * (C * V) + vv[:, None] * C + rows[None, :], r)
-        S = tl.dot(r, kg, acc=S * decay[None, :])
-
-
-@triton.jit
-def reverse_steps(
-    Aqk_ptr, T_ptr, w_ptr, kg_ptr, qg_ptr, decay_ptr, do_ptr, do_row, do_head, dS_final_ptr, dh_ptr, dr_ptr, dv_ptr, dS0_ptr, first, length,
-    chunk, count, n, h, vv, HV,
-    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BV: tl.constexpr, V_FIRST: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """Write the gradient of every chunk's exit state, dr or dv, and the gradient of the initial state."""
-    rows = tl.arange(0, C)
-    kk = tl.arange(0, K)
-    tile = rows[:, None] * K + kk[None, :]
-    square = rows[:, None] * C + rows[None, :]
-    state = state_offsets(n, h, vv, kk, HV, K, V, V_FIRST)
-    dS = tl.zeros([BV, K], tl.float32)
-    if dS_final_ptr is not None:
-        dS = tl.load(dS_final_ptr + state).to(tl.float32)
-    for back in tl.range(0, count, num_stages=STAGES):
-        c = count - 1 - back
-        entry = (chunk + c) * HV + h
-        do = load_tile(do_ptr + (first + c * C) * do_row + h * do_head, rows, do_row, vv, rows < length - c * C, V, BV)
-        Aqk = tl.load(Aqk_ptr + entry * (C * C) + square)
-        kg = tl.load(kg_ptr + entry * (C * K) + tile)
-        qg = tl.load(qg_ptr + entry * (C * K) + tile)
-        w = tl.load(w_ptr + entry * (C * K) + tile)
-        decay = tl.load(decay_ptr + entry * K + kk)
-        dSb = dS.to(w.dtype)
-        if dh_ptr is not None:
-            tl.store(dh_ptr + entry * (K * V) + vv[:, None] * K + kk[None, :], dSb)
-        dr = tl.dot(tl.trans(do), Aqk)
-        dr = tl.dot(dSb, tl.trans(kg), acc=dr).to(w.dtype)
-        if dr_ptr is not None:
-            tl.store(dr_ptr + entry * (C * V) + vv[:, None] * C + rows[None, :], dr)
-        if dv_ptr is not None:
-            T = tl.load(T_ptr + entry * (2 * C * C) + square)
-            rest = tl.load(T_ptr + entry * (2 * C * C) + C * C + square)
-            dv = tl.dot(dr, rest, acc=tl.dot(dr, T))
-            store_channels(dv_ptr + ((first + c * C) * HV + h) * V, dv, rows, HV * V, vv, rows < length - c * C, V, BV)
-        dS = tl.dot(tl.trans(do), qg, acc=dS * decay[None, :])
-        dS = tl.dot(dr, w, acc=dS)
-    if dS0_ptr is not None:
-        tl.store(dS0_ptr + state, dS.to(dS0_ptr.dtype.element_ty))
+def start(state_ptr, at_end, inner_ptr, s, n, h, vv, kk, HV, K: tl.constexpr, V: tl.constexpr, V_FIRST: tl.constexpr):
+    """Where a scan begins: at an end of its sequence the state given there or zero, else the segment's own."""
+    S = tl.zeros([vv.shape[0], K], tl.float32)
+    if state_ptr is not None:
+        S = tl.load(state_ptr + state_offsets(n, h, vv, kk, HV, K, V, V_FIRST), mask=at_end, other=0.0).to(tl.float32)
+    if inner_ptr is not None:
+        S += tl.load(inner_ptr + (s.to(tl.int64) * HV + h) * (K * V) + vv[:, None] * K + kk[None, :], mask=~at_end, other=0.0)
+    return S
 
 
 @triton.jit(do_not_specialize=["HV"])
@@ -112,51 +38,66 @@ def scans_kernel(
     Aqk_ptr, T_ptr, w_ptr, kg_ptr, qg_ptr, decay_ptr,  # as Prepared
     v_ptr, do_ptr,  # [R, HV, V], row strides v_row, do_row, head strides v_head, do_head
     S0_ptr, dS_final_ptr,  # [N, HV, K, V] or None
+    entry_ptr, exit_ptr,  # [NS, HV, V, K] fp32 where sequences are cut, else None
     h_ptr, dh_ptr,  # [NC, HV, V, K]: entry states, gradients of exit states
     r_ptr, dr_ptr,  # [NC, HV, V, C]
     dv_ptr,  # [R, HV, V], or None; dr_ptr may be None too
     dS0_ptr,  # [N, HV, K, V] or None
+    segments_ptr,  # [NS, 8] int32
     sequences_ptr,  # [N, 4] int32
     v_row, v_head, do_row, do_head, HV,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BV: tl.constexpr, V_FIRST: tl.constexpr, TOKENS: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    h = tl.program_id(1).to(tl.int64)
-    n = tl.program_id(2).to(tl.int64)
-    first, length, chunk, count = sequence_bounds(sequences_ptr, n)
     block = tl.program_id(0)
+    h = tl.program_id(1).to(tl.int64)
+    s = tl.program_id(2)
+    n, first, length, chunk, count, is_first, is_last = locate(segments_ptr, sequences_ptr, s, C)
+    if n < 0:
+        return
+    kk = tl.arange(0, K)
     if block < V // BV:
         vv = block * BV + tl.arange(0, BV)
-        reverse_steps(
-            Aqk_ptr, T_ptr, w_ptr, kg_ptr, qg_ptr, decay_ptr, do_ptr, do_row, do_head, dS_final_ptr, dh_ptr, dr_ptr, dv_ptr, dS0_ptr, first,
-            length, chunk, count, n, h, vv, HV, K, V, C, BV, V_FIRST, STAGES,
+        dS = start(dS_final_ptr, is_last, exit_ptr, s, n, h, vv, kk, HV, K, V, V_FIRST)
+        dS = reverse_steps(
+            dS, Aqk_ptr, T_ptr, w_ptr, kg_ptr, qg_ptr, decay_ptr, do_ptr, do_row, do_head, dh_ptr, dr_ptr, dv_ptr, first, length, chunk,
+            count, h, vv, HV, K, V, C, BV, STAGES,
         )  # fmt: skip
+        if dS0_ptr is not None:
+            tl.store(dS0_ptr + state_offsets(n, h, vv, kk, HV, K, V, V_FIRST), dS.to(dS0_ptr.dtype.element_ty), mask=is_first)
     elif TOKENS:
         vv = (block - V // BV) * BV + tl.arange(0, BV)
+        S = start(S0_ptr, is_first, entry_ptr, s, n, h, vv, kk, HV, K, V, V_FIRST)
         forward_steps(
-            T_ptr, w_ptr, kg_ptr, decay_ptr, v_ptr, v_row, v_head, S0_ptr, h_ptr, r_ptr, first, length, chunk, count, n, h, vv, HV, K, V, C,
-            BV, V_FIRST, STAGES,
+            S, T_ptr, w_ptr, kg_ptr, decay_ptr, v_ptr, v_row, v_head, h_ptr, r_ptr, first, length, chunk, count, h, vv, HV, K, V, C, BV,
+            STAGES,
         )  # fmt: skip
 
 
 def both_scans(
-    problem: Problem, plan: Plan, p: Prepared, v: torch.Tensor, S0: torch.Tensor | None, do: torch.Tensor,
-    dfinal_state: torch.Tensor | None, *, tokens: bool, initial_state: bool, dv: torch.Tensor | None = None,
+    problem: Problem, plan: Plan, inputs: Inputs, p: Prepared, do: torch.Tensor, dfinal_state: torch.Tensor | None, *, tokens: bool,
+    initial_state: bool, dv: torch.Tensor | None = None, scans: Scans | None = None,
 ) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
     """The states of every chunk and their gradients.
 
-    Args: v, do [B, T, HV, V]; S0, dfinal_state (problem.state_shape) or None for zero. tokens: return what token gradients need;
-    initial_state: return its gradient; dv [B, T, HV, V], contiguous: filled with the gradient of v, in place of dr.
+    Args: do [B, T, HV, V]; dfinal_state (problem.state_shape) or None for zero. tokens: return what token gradients need; initial_state:
+    return its gradient; dv [B, T, HV, V], contiguous: filled with the gradient of v, in place of dr; scans: how to run (default: what
+    `choose_scans` says).
     Returns: h, dh [NC, HV, V, K] (entry states, gradients of exit states), r, dr [NC, HV, V, C], all bf16; dS0 (problem.state_shape,
     state_dtype); None where not asked for."""
-    HV, K, V, N, NC = problem.HV, problem.K, problem.V, plan.sequences.shape[0], plan.num_chunks
-    new = lambda *shape: torch.empty(NC, HV, *shape, dtype=problem.dtype, device=v.device) if tokens else None
+    HV, K, V, NC = problem.HV, problem.K, problem.V, plan.num_chunks
+    scans = scans or choose_scans(problem, inputs.lengths)
+    new = lambda *shape: torch.empty(NC, HV, *shape, dtype=problem.dtype, device=do.device) if tokens else None
     h, dh, r, dr = new(V, K), new(V, K), new(V, C), new(V, C) if dv is None else None
-    dS0 = torch.empty(problem.state_shape, dtype=problem.state_dtype, device=v.device) if initial_state else None
-    v, do = as_rows(v), as_rows(do)
-    if N:
-        scans_kernel[((2 if tokens else 1) * V // BLOCK_V, HV, N)](
-            *p[:6], v, do, contiguous(S0), contiguous(dfinal_state), h, dh, r, dr, dv, dS0, plan.sequences, v.stride(0), v.stride(1),
+    dS0 = torch.empty(problem.state_shape, dtype=problem.state_dtype, device=do.device) if initial_state else None
+    v, do, S0, dS_final = as_rows(inputs.v), as_rows(do), contiguous(inputs.initial_state), contiguous(dfinal_state)
+    table = segment_table(problem, inputs, scans.steps)
+    if NS := len(table.segments):
+        entry = exit_ = None
+        if scans.steps:
+            entry, exit_ = segment_states(problem, plan, table, scans.tail, p, v, S0, do, dS_final, tokens)
+        scans_kernel[((2 if tokens else 1) * V // BLOCK_V, HV, NS)](
+            *p[:6], v, do, S0, dS_final, entry, exit_, h, dh, r, dr, dv, dS0, table.segments, plan.sequences, v.stride(0), v.stride(1),
             do.stride(0), do.stride(1), HV, K=K, V=V, C=C, BV=BLOCK_V, V_FIRST=problem.state_v_first, TOKENS=tokens, STAGES=STAGES,
             num_warps=4,
         )  # fmt: skip

@@ -40,7 +40,7 @@ def gradients(
     dv = contiguous_like(inputs.v, problem.dtype) if tokens else None
     p = prepare_chunks(problem, plan, inputs)
     h, dh, r, dr, dS0 = both_scans(
-        problem, plan, p, inputs.v, inputs.initial_state, do, dfinal_state, tokens=tokens, initial_state=needs[7], dv=dv if fused else None
+        problem, plan, inputs, p, do, dfinal_state, tokens=tokens, initial_state=needs[7], dv=dv if fused else None
     )
     found = [None] * 7
     if tokens:
