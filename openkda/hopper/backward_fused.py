@@ -25,17 +25,21 @@ the next product's left operand, and sums over tokens stay inside four threads. 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
 from openkda.hopper.backward_prepare import SPAN, C, half_span
 from openkda.hopper.backward_tiles import (
+    DEAD,
+    bounds,
     channel_sums,
     clear_rows,
+    form,
     hold,
     inverse,
+    of_chunks,
+    of_tokens,
     state_products,
     store_tile,
     sums_before,
@@ -45,31 +49,18 @@ from openkda.hopper.backward_tiles import (
     total_sums,
     widen,
 )
-from openkda.hopper.compat import TensorDescriptor, fence_async_shared, gl, gluon, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
-from openkda.hopper.launch import packed_rows
+from openkda.hopper.compat import fence_async_shared, gl, gluon, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from openkda.hopper.launch import dense, packed_rows
+from openkda.hopper.runtime import Launch, Pointer, start
 from openkda.hopper.tiles import LOG2E, ex2, group_layout, plain_shared, rcp, softplus2, tile_layout
 from openkda.plan import Plan
 from openkda.portable.backward_inputs import CUT
-from openkda.portable.tile import as_rows, contiguous
+from openkda.portable.tile import as_rows
 from openkda.problem import Inputs, Problem
 
 WARPS = 8
 LEAST_BITS = gl.constexpr(-SPAN.value)
 CUT_BITS = gl.constexpr(CUT.value * 1.4426950408889634)
-DEAD = gl.constexpr(-3e38)  # an activated gate's value on rows past the end: no decay, and 0 * DEAD is 0
-
-
-@dataclass(frozen=True)
-class Form:
-    """What the kernel is compiled for"""
-
-    K: int
-    V: int
-    gate: str
-    any: bool  # gates without a bound
-    l2norm: bool
-    beta_sigmoid: bool
-    neg_eigval: bool
 
 
 class Sources(NamedTuple):
@@ -106,13 +97,6 @@ class Buffers(NamedTuple):
 def pair_layout(warps):
     """[64, 32] accumulators"""
     return gl.NVMMADistributedLayout([3, 0], [4, warps // 4], [16, 32 // (warps // 4), 16])
-
-
-@gluon.jit
-def bounds(chunks_ptr, chunk):
-    """(first row, live rows) of a chunk"""
-    first = gl.load(chunks_ptr + chunk * 4 + 1)
-    return first, gl.load(chunks_ptr + chunk * 4 + 2) - first
 
 
 @gluon.jit
@@ -312,7 +296,7 @@ def fused_gradients_kernel(
         else:
             last *= factor
             up = ex2(G * factor + shift)
-        buf.q.permute((1, 0)).store(to_bf16(widen(buf.q.permute((1, 0)).load(L)) * (up * nq[None, :])))
+        buf.q.permute((1, 0)).store(to_bf16(widen(buf.q.permute((1, 0)).load(L)) * nq[None, :] * up))
         k = widen(buf.k.permute((1, 0)).load(L)) * nk[None, :]
         buf.k.permute((1, 0)).store(to_bf16(k * up))
         ky = to_bf16(k * inverse(up))
@@ -335,6 +319,8 @@ def fused_gradients_kernel(
             late = pairs_ptr + entry.to(gl.int64) * 2048, size_ptr + entry
             rho = keep_state_part(written, ky, up, last, rho, cut, norms, length, slope, offset, factor, buf, F)
         else:
+            if not F.l2norm:
+                written *= gl.where(token < length, 1.0 / gl.load(norms + 32 + token), 0.0)[None, :]
             least = gl.max(gl.max(gl.abs(written), 1), 0) * 2.0**-10
         size, per_size = score_gradients(
             DN, least, buf, beta_ptr + first.to(gl.int64) * beta_row + head, beta_row, dbeta_ptr + at, norms, late, cut, length, HV,
@@ -361,7 +347,6 @@ def fused_gradients_kernel(
             per_k = gl.where(token < length, 1.0 / gl.load(norms + 32 + token), 0.0)[None, :]
             sum_q *= per_q
             read *= per_k
-            written *= per_k
         if not F.any:
             rho = ex2(last) * rho + gl.sum(widen(ky) * written, 1) * size
         dZ = buf.pairs.slice(0, 32, dim=0)
@@ -415,23 +400,28 @@ def fused_gradients_kernel(
         tma.store_wait(0)
 
 
-def boxes(x: torch.Tensor, rows: int, columns: int, stride: int, height: int, width: int) -> TensorDescriptor:
-    """The copy engine's view of x as a matrix [rows, columns], in boxes [height, width]"""
-    layout = gl.NVMMASharedLayout(min(128, width * x.element_size()), 8 * x.element_size(), 2)
-    return TensorDescriptor(x, [rows, columns], [stride, 1], [height, width], layout)
+Q, K_, G, DO, DV, H, DH, R, DQ, DK, DG, BETA, A_LOG, DT_BIAS, NORMS, CUTS, PAIRS, SIZE, DBETA, DA_LOG, DDT_BIAS, CHUNKS = range(22)
 
 
-def of_tokens(x: torch.Tensor) -> TensorDescriptor:
-    """x [B, T, heads, D] in boxes of a chunk of one head"""
-    B, T, H, D = x.shape
-    rows, stride = packed_rows(x)
-    return boxes(rows, B * T, H * D, stride, C, D)
-
-
-def of_chunks(x: torch.Tensor) -> TensorDescriptor:
-    """x [NC, HV, rows, D], contiguous, in boxes of one chunk and head"""
-    NC, HV, rows, D = x.shape
-    return boxes(x, NC * HV * rows, D, D, rows, D)
+def launch(p: Problem, NC: int, strides: tuple[int, ...], dtypes: tuple[torch.dtype | None, torch.dtype | None]) -> Launch:
+    """Operands by the numbers above. strides: elements between rows of q, k, g, do, beta; dtypes of A_log and dt_bias, None: absent"""
+    K, V, HV, tiles = p.K, p.V, p.HV, NC * p.HV
+    gate, of_heads, fp32 = p.gate_dtype, torch.float32 if p.group > 1 else p.dtype, torch.float32
+    optional = lambda there, operand, dtype: Pointer(operand, dtype) if there else None
+    of_A_log, of_bias = (dtype is not None for dtype in dtypes)
+    args = (
+        of_tokens(Q, p.dtype, p, p.H * K, K, strides[0]), of_tokens(K_, p.dtype, p, p.H * K, K, strides[1]),
+        of_tokens(G, gate, p, HV * K, K, strides[2]),
+        of_tokens(DO, p.dtype, p, HV * V, V, strides[3]), of_tokens(DV, p.dtype, p, HV * V, V),
+        of_chunks(H, p.dtype, tiles, V, K), of_chunks(DH, p.dtype, tiles, V, K), of_chunks(R, p.dtype, tiles, V, C),
+        of_tokens(DQ, of_heads, p, HV * K, K), of_tokens(DK, of_heads, p, HV * K, K), of_tokens(DG, gate, p, HV * K, K),
+        Pointer(DQ, of_heads), Pointer(DK, of_heads), Pointer(DG, gate), Pointer(BETA, p.beta_dtype),
+        optional(of_A_log, A_LOG, dtypes[0]), optional(of_bias, DT_BIAS, dtypes[1]), Pointer(NORMS, fp32),
+        optional(not p.bounded, CUTS, torch.int32), optional(not p.bounded, PAIRS, p.dtype), optional(not p.bounded, SIZE, fp32),
+        Pointer(DBETA, p.beta_dtype), optional(of_A_log, DA_LOG, fp32), optional(of_bias, DDT_BIAS, fp32), Pointer(CHUNKS, torch.int32),
+        strides[4], HV, p.group, float(p.scale), float(p.lower_bound or 0.0), half_span(p),
+    )  # fmt: skip
+    return Launch(fused_gradients_kernel, (tiles, 1, 1), args, (form(p),), min(WARPS, K // 16), registers=1024 // WARPS)
 
 
 def fused_gradients(
@@ -450,13 +440,10 @@ def fused_gradients(
     if cut is not None:
         pairs, size = torch.empty(NC, HV, 2, C, C, dtype=problem.dtype, device=device), torch.empty(NC, HV, 1, device=device)
     if NC and problem.T:  # a batch of empty sequences has chunks of no rows
+        rows, strides = zip(*map(packed_rows, (inputs.q, inputs.k, inputs.g, do)))
         beta = as_rows(inputs.beta)
-        results = (dq, dk, dg)
-        form = Form(K, problem.V, problem.gate, not problem.bounded, problem.qk_l2norm, problem.beta_sigmoid, problem.neg_eigval)
-        fused_gradients_kernel[(NC * HV,)](
-            *map(of_tokens, (inputs.q, inputs.k, inputs.g, do, dv)), *map(of_chunks, (h, dh, r)), *map(of_tokens, results), *results, beta,
-            contiguous(inputs.A_log), contiguous(inputs.dt_bias), norms, cut, pairs, size, dbeta, dA_log, ddt_bias, plan.chunks,
-            beta.stride(0), HV, problem.group, float(problem.scale), float(problem.lower_bound or 0.0), half_span(problem), form,
-            num_warps=min(WARPS, K // 16), maxnreg=1024 // WARPS,
-        )  # fmt: skip
+        parameters = [None if x is None else dense(x) for x in (inputs.A_log, inputs.dt_bias)]
+        key = (problem, NC, (*strides, beta.stride(0)), tuple(None if x is None else x.dtype for x in parameters))
+        operands = (*rows, dv, h, dh, r, dq, dk, dg, beta, *parameters, norms, cut, pairs, size, dbeta, dA_log, ddt_bias, plan.chunks)
+        start(launch, key, operands, device)
     return dA_log, ddt_bias, pairs, size

@@ -6,7 +6,44 @@ elements at a time, so that they take half a register per element wherever they 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+import torch
+
+from openkda.hopper.backward_prepare import C
 from openkda.hopper.compat import fence_async_shared, gl, gluon, mma_v2, tma
+from openkda.hopper.runtime import Matrix
+from openkda.problem import Problem
+
+DEAD = gl.constexpr(-3e38)  # an activated gate's value on rows past the end: no decay, and 0 * DEAD is 0
+
+
+@dataclass(frozen=True)
+class Form:
+    """What a kernel is compiled for"""
+
+    K: int
+    V: int
+    gate: str
+    any: bool  # gates without a bound
+    l2norm: bool
+    beta_sigmoid: bool
+    neg_eigval: bool
+
+
+def form(problem: Problem) -> Form:
+    p = problem
+    return Form(p.K, p.V, p.gate, not p.bounded, p.qk_l2norm, p.beta_sigmoid, p.neg_eigval)
+
+
+def of_tokens(operand: int, dtype: torch.dtype, problem: Problem, columns: int, width: int, stride: int | None = None) -> Matrix:
+    """Rows of tokens [B*T, columns], `stride` elements apart (None: packed), in boxes of a chunk and `width` channels"""
+    return Matrix(operand, dtype, problem.B * problem.T, columns, stride or columns, C, width)
+
+
+def of_chunks(operand: int, dtype: torch.dtype, tiles: int, rows: int, width: int) -> Matrix:
+    """`tiles` tiles [rows, width], contiguous, one a box"""
+    return Matrix(operand, dtype, tiles * rows, width, width, rows, width)
 
 
 def scan_code(reverse: bool = False, own: bool = True) -> str:
@@ -73,6 +110,13 @@ def widen(x):
 def inverse(x):
     """1 / x. Not pure, likewise."""
     return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=gl.float32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def bounds(chunks_ptr, chunk):
+    """(first row, live rows) of a chunk"""
+    first = gl.load(chunks_ptr + chunk * 4 + 1)
+    return first, gl.load(chunks_ptr + chunk * 4 + 2) - first
 
 
 @gluon.jit

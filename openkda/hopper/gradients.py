@@ -1,5 +1,5 @@
-"""The Hopper backward: prepare_chunks -> both scans in one launch -> the gradients of each chunk in one kernel (fused_gradients), or under
-the interpreter, which knows no Gluon, in two (score_gradients -> chunk_gradients). See docs/backward.md.
+"""The Hopper backward: prepare_operands -> both scans in one launch -> the gradients of each chunk in one kernel (fused_gradients). Under
+the interpreter, which knows no Gluon: prepare_chunks -> scans -> score_gradients -> chunk_gradients. See docs/backward.md.
 
 Shaped for Hopper's matrix unit: chunks of 32 tokens, states transposed. What passes through memory, per token and value head: w, kg, qg (K
 each), Aqk (C), T (2 C), r, dv (V each) in bf16, and per chunk h and dh [V, K].
@@ -12,6 +12,7 @@ import torch
 from openkda.hopper.backward_chunk import chunk_gradients
 from openkda.hopper.backward_fused import fused_gradients
 from openkda.hopper.backward_levels import level_gradients
+from openkda.hopper.backward_operands import prepare_operands
 from openkda.hopper.backward_prepare import C, prepare_chunks
 from openkda.hopper.backward_scan import both_scans
 from openkda.hopper.backward_scores import score_gradients
@@ -38,7 +39,7 @@ def gradients(
     create = torch.empty_like if covered else torch.zeros_like  # rows outside every sequence have gradient zero
     contiguous_like = lambda x, dtype: create(x, dtype=dtype, memory_format=torch.contiguous_format)
     dv = contiguous_like(inputs.v, problem.dtype) if tokens else None
-    p = prepare_chunks(problem, plan, inputs)
+    p = (prepare_operands if fused and problem.bounded else prepare_chunks)(problem, plan, inputs)
     h, dh, r, dr, dS0 = both_scans(
         problem, plan, inputs, p, do, dfinal_state, tokens=tokens, initial_state=needs[7], dv=dv if fused else None
     )

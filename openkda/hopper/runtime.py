@@ -40,7 +40,7 @@ class Matrix(NamedTuple):
 
     def descriptor(self) -> TensorDescriptor:
         """The same as Triton's host descriptor, of memory that is not there"""
-        layout = gl.NVMMASharedLayout(128, 8 * self.dtype.itemsize, 2)
+        layout = gl.NVMMASharedLayout(min(128, self.box_columns * self.dtype.itemsize), 8 * self.dtype.itemsize, 2)
         shape, box = [self.rows, self.columns], [self.box_rows, self.box_columns]
         return TensorDescriptor(MockTensor(self.dtype), shape, [self.stride, 1], box, layout)
 
@@ -56,17 +56,19 @@ class Launch:
     constants: tuple
     num_warps: int
     pdl: bool = False
+    registers: int | None = None  # at most so many a thread
 
     @property
     def key(self) -> tuple:
         """What the compiled kernel depends on"""
         kinds = tuple(_kind(x) for x in self.args)
-        return (self.kernel, self.constants, self.num_warps, self.pdl, kinds)
+        return (self.kernel, self.constants, self.num_warps, self.pdl, self.registers, kinds)
 
     def compile(self) -> object:
         """Triton's compiled kernel, from its caches where it is there"""
         args = [x.descriptor() if isinstance(x, Matrix) else MockTensor(x.dtype) if isinstance(x, Pointer) else x for x in self.args]
-        return self.kernel.warmup(*args, *self.constants, grid=self.grid, num_warps=self.num_warps, launch_pdl=self.pdl)
+        options = dict(num_warps=self.num_warps, launch_pdl=self.pdl, maxnreg=self.registers)
+        return self.kernel.warmup(*args, *self.constants, grid=self.grid, **options)
 
 
 def _kind(x: object) -> object:
@@ -124,3 +126,14 @@ def load(launches: Sequence[Launch], device: int) -> list[Ready]:
     else:
         _loaded.update((key, fetch(x)) for key, x in missing.items())
     return [Ready(x, *_loaded[device, x.key]) for x in launches]
+
+
+@lru_cache(maxsize=1024)
+def _ready(make: Callable[..., Launch], key: tuple, device: int) -> Ready:
+    return load([make(*key)], device)[0]
+
+
+def start(make: Callable[..., Launch], key: tuple, operands: Sequence[torch.Tensor | None], device: torch.device) -> None:
+    """Launch make(*key) on these operands. key holds all that the launch depends on besides addresses: it is made once."""
+    run, grid, rest = _ready(make, key, device.index).bind([0 if x is None else x.data_ptr() for x in operands])
+    run(*grid, torch._C._cuda_getCurrentRawStream(device.index), *rest)

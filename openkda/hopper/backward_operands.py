@@ -1,0 +1,287 @@
+"""The tiles of backward_prepare.py in Gluon, for devices (docs/backward.md).
+
+    S = (qx; kx) ky^T      Aqk = scale tril(S_q)      A = -beta tril(S_k, -1)      X = (I - A)^-1      T = X Diag(beta)
+    w = -2^-shift T kx     kg = 2^(G_C + shift) ky    qg = scale 2^-shift qx       decay = 2^G_C
+
+X from its blocks of 16: X = (X_1, 0; X_2 A_21 X_1, X_2), X_1 and X_2 by doubling (blocks.py).
+
+Grid (chunk times head,), heads first; 4 warps, four blocks a multiprocessor. Tiles stand transposed in registers, channels by tokens, as in
+backward_fused.py: 32 channels a warp, sums over tokens inside four threads, all tiles moved by the copy engine and the matrix loads.
+Norms are diagonals of Gram matrices on the matrix unit. qx, kx take the place of q, k; qg that of the gate; w that of ky."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from openkda.hopper.backward_prepare import C, Prepared, half_span
+from openkda.hopper.backward_tiles import DEAD, bounds, clear_rows, form, inverse, of_chunks, of_tokens, sums_from_first, to_bf16, widen
+from openkda.hopper.blocks import both_operands, invert, places
+from openkda.hopper.compat import fence_async_shared, gl, gluon, mbarrier, mma_v2, tma, warpgroup_mma, warpgroup_mma_wait
+from openkda.hopper.launch import dense, packed_rows
+from openkda.hopper.runtime import Launch, Pointer, start
+from openkda.hopper.tiles import LOG2E, block_layout, ex2, group_layout, plain_shared, rcp, rsqrt, stack_layout, tile_layout
+from openkda.plan import Plan
+from openkda.portable.tile import as_rows
+from openkda.problem import Inputs, Problem
+
+WARPS = 4
+REGISTERS = 128  # a thread: four blocks a multiprocessor
+
+
+class Maps(NamedTuple):
+    """Tensor maps"""
+
+    q: object  # [R, H*K], boxes [32, K]
+    k: object
+    g: object  # [R, HV*K]
+    w: object  # [NC*HV*32, K], boxes [32, K]
+    kg: object
+    qg: object
+    Aqk: object  # [NC*HV*32, 32], boxes [32, 32]
+
+
+class Buffers(NamedTuple):
+    """Shared memory"""
+
+    qk: object  # [64, K] q, k, then qx, kx
+    g: object  # [32, K], in the gate's dtype
+    qg: object  # [32, K] in its bytes
+    ky: object  # [32, K], then w
+    kg: object  # [32, K]
+    pairs: object  # [64, 32] Aqk, A
+    blocks: object  # [4, 16, 16] A's quarters, in their bytes: block 2 c + r has rows 16 r and columns 16 c
+    X: object  # [4, 16, 16] likewise, in the bytes of ky
+    high: object  # [32, 32] what w is multiplied with, in the bytes of qx: rounded,
+    low: object  # and what the rounding took
+    norms: object  # [4, 16] fp32: of the rows of qk
+    inputs: object  # barrier: q, k, g have landed
+
+
+@gluon.constexpr_function
+def row_blocks(K):
+    """[4, 16, K] view of a tile [64, K] of `tile_layout`: groups of 16 rows"""
+    columns = [[0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 0, 8], [0, 0, 16], [0, 0, 32]]
+    rows = [[0, 1, 8], [0, 2, 16], [0, 4, 32], [0, 8, 0], [1, 0, 0], [2, 0, 0]]
+    return gl.SharedLinearLayout(columns + rows + [[0, 0, 64]] * (K // 128), [], 1024)
+
+
+@gluon.constexpr_function
+def quarters():
+    """[4, 16, 16] view of a tile [32, 32] with rows of 64 bytes: block 2 c + r has rows 16 r and columns 16 c"""
+    bases = [[0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 0, 8], [2, 0, 0], [0, 1, 0], [0, 2, 8], [2, 4, 0], [0, 8, 0], [1, 0, 0]]
+    return gl.SharedLinearLayout(bases, [], 1024)
+
+
+@gluon.jit
+def make_buffers(src, F: gl.constexpr):
+    K: gl.constexpr = F.K
+    dtype: gl.constexpr = src.q.dtype
+    bits: gl.constexpr = src.g.dtype.primitive_bitwidth
+    qk = gl.allocate_shared_memory(dtype, [64, K], tile_layout(16))
+    g = gl.allocate_shared_memory(src.g.dtype, [32, K], tile_layout(bits))
+    qg = g._reinterpret(dtype, [2 * bits, K], tile_layout(16)).slice(0, 32, dim=0)
+    ky = gl.allocate_shared_memory(dtype, [32, K], tile_layout(16))
+    kg = gl.allocate_shared_memory(dtype, [32, K], tile_layout(16))
+    both = gl.allocate_shared_memory(dtype, [2, 32, 32], tile_layout(16, 64))
+    parts = qk._reinterpret(dtype, [K // 16, 32, 32], tile_layout(16, 64))
+    X = ky._reinterpret(dtype, [K // 32, 4, 16, 16], stack_layout(16, 16, 16, 32)).index(0)
+    norms = gl.allocate_shared_memory(gl.float32, [4, 16], plain_shared(2))
+    inputs = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(inputs, count=1)
+    pairs = both._reinterpret(dtype, [64, 32], tile_layout(16, 64))
+    blocks = both.index(1)._reinterpret(dtype, [4, 16, 16], quarters())
+    return Buffers(qk, g, qg, ky, kg, pairs, blocks, X, parts.index(0), parts.index(1), norms, inputs)
+
+
+@gluon.jit
+def activated_beta(ptr, token, stride, live, F: gl.constexpr):
+    """beta of the rows `token`, after the sigmoid; 0 on rows past the end"""
+    beta = gl.load(ptr + token * stride, mask=live, other=0.0).to(gl.float32)
+    if F.beta_sigmoid:
+        beta = (2.0 if F.neg_eigval else 1.0) * rcp(1.0 + ex2(beta * -LOG2E))
+    beta = gl.where(gl.abs(beta) < 2.0**-30, 2.0**-30, beta)
+    return gl.where(live, beta, 0.0)
+
+
+@gluon.jit
+def row_norms(buf, length, F: gl.constexpr):
+    """1 / |x| of the rows of q and k as [4, 16]: 0 past the end"""
+    mma: gl.constexpr = block_layout()
+    tile = buf.qk._reinterpret(buf.qk.dtype, [4, 16, F.K], row_blocks(F.K))
+    i, j = places()
+    gram = gl.zeros([4, 16, 16], gl.float32, mma)
+    for c in gl.static_range(F.K // 32):
+        x, xt = both_operands(tile, 0, c)
+        gram = mma_v2(x, xt, gram)
+    n = rsqrt(gl.sum(gl.where(i == j, gram, 0.0), axis=2) + (1e-6 if F.l2norm else 1e-30))
+    b = gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(2, mma)))[:, None]
+    i = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, mma)))[None, :]
+    n = gl.where(b % 2 * 16 + i < length, n, 0.0)
+    return n, b * 16 + i
+
+
+@gluon.jit
+def inverse_blocks(buf):
+    """The quarters of (I - A)^-1 [4, 16, 16] in fp32 from A's in buf.blocks"""
+    mma: gl.constexpr = block_layout()
+    left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
+    right: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
+    X, _ = invert(buf.blocks.load(mma).to(gl.float32), buf.X.dtype)
+    buf.X.store(to_bf16(X))
+    zero = gl.zeros([1, 16, 16], gl.float32, mma)
+    A_21 = buf.blocks.slice(1, 1, dim=0).load(right)  # every warp computes X_2 A_21 X_1
+    Y = mma_v2(buf.X.slice(3, 1, dim=0).load(left), A_21, zero)
+    below = mma_v2(gl.convert_layout(to_bf16(Y), left), buf.X.slice(0, 1, dim=0).load(right), zero)
+    b = gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(2, mma)))[:, None, None]
+    return gl.where(b == 1, below, gl.where(b == 2, 0.0, X))
+
+
+@gluon.jit(do_not_specialize=["HV", "group", "beta_row"], do_not_specialize_on_alignment=["beta_ptr"])
+def prepare_operands_kernel(
+    q_desc, k_desc, g_desc, w_desc, kg_desc, qg_desc, Aqk_desc,  # as Maps
+    T_ptr, decay_ptr, norms_ptr,  # as Prepared
+    beta_ptr,  # [R, HV], row stride beta_row
+    A_log_ptr, dt_bias_ptr,  # [HV], [HV, K] or None
+    chunks_ptr,  # [NC, 4] int32
+    beta_row, HV, group, scale, lower_bound, shift, F: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    K: gl.constexpr = F.K
+    L: gl.constexpr = group_layout(32, num_warps)
+    mma: gl.constexpr = block_layout()
+    maps = Maps(q_desc, k_desc, g_desc, w_desc, kg_desc, qg_desc, Aqk_desc)
+    buf = make_buffers(maps, F)
+    entry = gl.program_id(0)
+    head = entry % HV
+    first, length = bounds(chunks_ptr, entry // HV)
+    if length > 0:
+        mbarrier.expect(buf.inputs, maps.q.block_type.nbytes + maps.k.block_type.nbytes + maps.g.block_type.nbytes)
+        tma.async_copy_global_to_shared(maps.g, [first, head * K], buf.inputs, buf.g)
+        tma.async_copy_global_to_shared(maps.q, [first, head // group * K], buf.inputs, buf.qk.slice(0, 32, dim=0))
+        tma.async_copy_global_to_shared(maps.k, [first, head // group * K], buf.inputs, buf.qk.slice(32, 32, dim=0))
+        channel = gl.arange(0, K, layout=gl.SliceLayout(1, L))
+        token = gl.arange(0, 32, layout=gl.SliceLayout(0, L))
+        rate = 1.0
+        if A_log_ptr is not None:
+            rate = gl.exp(gl.load(A_log_ptr + head).to(gl.float32))
+        slope = rate * -LOG2E
+        offset = gl.zeros([K], gl.float32, gl.SliceLayout(1, L))
+        if dt_bias_ptr is not None:
+            offset = gl.load(dt_bias_ptr + head * K + channel).to(gl.float32) * slope
+        factor = LOG2E if F.gate == "none" else lower_bound * LOG2E
+        beta_ptr += first.to(gl.int64) * beta_row + head
+        row = gl.arange(0, 64, layout=gl.SliceLayout(1, L))
+        beta_rows = activated_beta(beta_ptr, row % 32, beta_row, (row >= 32) & (row % 32 < length), F)
+        b = gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(2, mma)))[:, None, None]
+        i, j = places()
+        column = b // 2 * 16 + j
+        beta_columns = activated_beta(beta_ptr, column, beta_row, column < length, F)
+        norms_ptr += entry.to(gl.int64) * 64
+
+        mbarrier.wait(buf.inputs, 0)
+        if length < 32:
+            clear_rows(buf.qk, length, 0.0)
+            clear_rows(buf.g, length, 0.0 if F.gate == "none" else DEAD)
+        norms, place = row_norms(buf, length, F)
+        buf.norms.store(norms)
+        gl.store(norms_ptr + place, norms)
+        s = widen(buf.g.permute((1, 0)).load(L))
+        if F.gate == "bounded":
+            s = rcp(1.0 + ex2(s * slope + offset[:, None]))
+        last = gl.sum(s, 1) * factor
+        gl.store(decay_ptr + entry.to(gl.int64) * K + channel, ex2(last))
+        up = ex2(sums_from_first(s) * factor + shift)
+        flat = buf.norms._reinterpret(gl.float32, [64], plain_shared(1))
+        nq = flat.slice(0, 32, dim=0).load(gl.SliceLayout(0, L))
+        nk = flat.slice(32, 32, dim=0).load(gl.SliceLayout(0, L))
+        q = buf.qk.slice(0, 32, dim=0).permute((1, 0))
+        k = buf.qk.slice(32, 32, dim=0).permute((1, 0))
+        query = widen(q.load(L)) * nq[None, :] * up
+        q.store(to_bf16(query))
+        query *= scale * ex2(-shift)
+        if not F.l2norm:
+            query *= gl.where(token < length, 1.0 / nq, 0.0)[None, :]
+        buf.qg.permute((1, 0)).store(to_bf16(query))
+        key = widen(k.load(L)) * nk[None, :]
+        k.store(to_bf16(key * up))
+        key *= inverse(up)
+        buf.ky.permute((1, 0)).store(to_bf16(key))
+        key *= ex2(last + shift)[:, None]
+        if not F.l2norm:
+            key *= gl.where(token < length, 1.0 / nk, 0.0)[None, :]
+        buf.kg.permute((1, 0)).store(to_bf16(key))
+        fence_async_shared()
+        gl.thread_barrier()
+        tma.async_copy_shared_to_global(maps.qg, [entry * 32, 0], buf.qg)
+        tma.async_copy_shared_to_global(maps.kg, [entry * 32, 0], buf.kg)
+
+        zero = gl.zeros([64, 32], gl.float32, L)
+        S = warpgroup_mma(buf.qk, buf.ky.permute((1, 0)), zero, use_acc=False, is_async=True)
+        S = warpgroup_mma_wait(0, deps=(S,))
+        lower = row >= 32
+        row_factor = gl.where(lower, -beta_rows, scale)
+        if not F.l2norm:
+            row_factor = gl.where(row % 32 < length, row_factor / flat.load(gl.SliceLayout(1, L)), 0.0)
+            S *= gl.where(token < length, 1.0 / nk, 0.0)[None, :]
+        S = gl.where(token[None, :] < (row % 32 + 1 - lower.to(gl.int32))[:, None], S * row_factor[:, None], 0.0)
+        buf.pairs.store(to_bf16(S))
+        fence_async_shared()
+        gl.thread_barrier()
+        tma.async_copy_shared_to_global(maps.Aqk, [entry * 32, 0], buf.pairs.slice(0, 32, dim=0))
+
+        X = inverse_blocks(buf)
+        T = X * beta_columns
+        high = to_bf16(T)
+        at = T_ptr + entry.to(gl.int64) * 2048 + (b % 2 * 16 + i) * 32 + column
+        gl.store(at, high)
+        gl.store(at + 1024, to_bf16(T - widen(high)))
+        half = -ex2(-0.5 * shift)  # of the factor 2^-shift; not all of it, so that a small beta stays a normal number
+        T *= half
+        if not F.l2norm:
+            T *= gl.where(column < length, 1.0 / gl.load(norms_ptr + 32 + column), 0.0)
+        high = to_bf16(T)
+        buf.high._reinterpret(high.dtype, [4, 16, 16], quarters()).store(high)
+        buf.low._reinterpret(high.dtype, [4, 16, 16], quarters()).store(to_bf16(T - widen(high)))
+        fence_async_shared()
+        gl.thread_barrier()
+        w = warpgroup_mma(k, buf.high.permute((1, 0)), gl.zeros([K, 32], gl.float32, L), use_acc=False, is_async=True)
+        w = warpgroup_mma(k, buf.low.permute((1, 0)), w, is_async=True)
+        w = warpgroup_mma_wait(0, deps=(w,))
+        buf.ky.permute((1, 0)).store(to_bf16(w * -half))
+        fence_async_shared()
+        gl.thread_barrier()
+        tma.async_copy_shared_to_global(maps.w, [entry * 32, 0], buf.ky)
+        tma.store_wait(0)
+
+
+Q, K_, G, W, KG, QG, AQK, T_, DECAY, NORMS, BETA, A_LOG, DT_BIAS, CHUNKS = range(14)  # the operands
+
+
+def launch(p: Problem, NC: int, strides: tuple[int, ...], dtypes: tuple[torch.dtype | None, torch.dtype | None]) -> Launch:
+    """strides: elements between rows of q, k, g, beta; dtypes of A_log and dt_bias, None: absent"""
+    K, HV, tiles = p.K, p.HV, NC * p.HV
+    args = (
+        of_tokens(Q, p.dtype, p, p.H * K, K, strides[0]), of_tokens(K_, p.dtype, p, p.H * K, K, strides[1]),
+        of_tokens(G, p.gate_dtype, p, HV * K, K, strides[2]), *(of_chunks(x, p.dtype, tiles, C, K) for x in (W, KG, QG)),
+        of_chunks(AQK, p.dtype, tiles, C, C), Pointer(T_, p.dtype), Pointer(DECAY, torch.float32), Pointer(NORMS, torch.float32),
+        Pointer(BETA, p.beta_dtype), *(None if dtype is None else Pointer(x, dtype) for x, dtype in zip((A_LOG, DT_BIAS), dtypes)),
+        Pointer(CHUNKS, torch.int32), strides[3], HV, p.group, float(p.scale), float(p.lower_bound), half_span(p),
+    )  # fmt: skip
+    return Launch(prepare_operands_kernel, (tiles, 1, 1), args, (form(p),), WARPS, registers=REGISTERS)
+
+
+def prepare_operands(problem: Problem, plan: Plan, inputs: Inputs) -> Prepared:
+    """As prepare_chunks, of bounded gates"""
+    HV, K, NC, dtype, device = problem.HV, problem.K, plan.num_chunks, problem.dtype, inputs.q.device
+    new = lambda *shape, dtype=dtype: torch.empty(NC, HV, *shape, dtype=dtype, device=device)
+    decay, norms = new(K, dtype=torch.float32), new(2, C, dtype=torch.float32)
+    p = Prepared(new(C, C), new(2, C, C), new(C, K), new(C, K), new(C, K), decay, norms, None)
+    if NC and problem.T:
+        rows, strides = zip(*map(packed_rows, (inputs.q, inputs.k, inputs.g)))
+        beta = as_rows(inputs.beta)
+        parameters = [None if x is None else dense(x) for x in (inputs.A_log, inputs.dt_bias)]
+        key = (problem, NC, (*strides, beta.stride(0)), tuple(None if x is None else x.dtype for x in parameters))
+        operands = (*rows, p.w, p.kg, p.qg, p.Aqk, p.T, p.decay, p.norms, beta, *parameters, plan.chunks)
+        start(launch, key, operands, device)
+    return p
