@@ -107,15 +107,16 @@ def _segment(
     ki = k * (1 / SHIFT) / held * (G.detach() - G).exp2()
     kg = ki * (end * SHIFT)
     read = torch.cat([q * row, k * row], -2)  # [NT, heads, 2C, K]
-    scores = _bmm(read, ki.mT)  # [NT, heads, 2C, C], less SHIFT
+    scores = _bmm(ki, read.mT)  # [NT, heads, C, 2C], less SHIFT; like what comes of them, transposed
     if unsafe is not None:
-        picked = any_gate(*(x.flatten(0, 1).index_select(0, unsafe) for x in (q, k, G, scores)))
-        scores, kg = (x.flatten(0, 1).index_copy(0, unsafe, new).view_as(x) for x, new in zip((scores, kg), picked))
-    L = scores[..., CHUNK:, :] * (beta * SHIFT)  # the solver reads the strictly lower part alone
-    eye = torch.eye(CHUNK, dtype=L.dtype, device=L.device)
-    Linv = torch.linalg.solve_triangular(L, eye, upper=False, unitriangular=True, left=False) * beta.mT
-    Z = _bmm(scores[..., :CHUNK, :].tril(), Linv, scale * SHIFT)
-    late = _bmm(Linv.mT, kg)
+        new, kg_new = any_gate(*(x.flatten(0, 1).index_select(0, unsafe) for x in (q, k, G, scores.mT)))
+        scores, kg = (x.flatten(0, 1).index_copy(0, unsafe, y).view_as(x) for x, y in zip((scores, kg), (new.mT, kg_new)))
+    strength = beta * SHIFT
+    L = scores[..., CHUNK:] * strength.mT  # the solver reads the strictly upper part alone
+    eye = torch.eye(CHUNK, dtype=L.dtype, device=L.device) / SHIFT
+    Linv = torch.linalg.solve_triangular(L, eye * strength, upper=True, unitriangular=True, left=False)
+    Z = _bmm(Linv, scores[..., :CHUNK].triu(), scale * SHIFT)
+    late = _bmm(Linv, kg)
     start = torch.cat([torch.zeros_like(v), v], -2)
     products, state = [], S.flatten(0, 1)
     for start_n, read_n, late_n, end_n in zip(start.unbind(), read.unbind(), late.mT.unbind(), end.mT.unbind()):
@@ -123,7 +124,7 @@ def _segment(
         state = torch.baddbmm(end_n * state, late_n, product[:, CHUNK:])
         products.append(product)
     from_state, x = torch.stack(products).split(CHUNK, -2)
-    o = torch.sub(_bmm(Z, x), from_state, alpha=scale)
+    o = torch.sub(_bmm(Z.mT, x), from_state, alpha=scale)
     o = o.unflatten(1, (B, HV)).permute(1, 0, 3, 2, 4).flatten(1, 2)[:, :T]  # [B, T, HV, V]
     return o, state.unflatten(0, (B, HV))
 

@@ -1,6 +1,8 @@
 """The torch backend against the fp64 recurrence: regimes, shapes, dtypes, both scans, the level form, chunk-entry states."""
 
 import math
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -151,3 +153,17 @@ def test_inputs_are_not_written():
     before = {name: x.clone() for name, x in case.args.items() if isinstance(x, torch.Tensor)}
     chunk_kda(**case.args)
     assert all(torch.equal(case.args[name], x) for name, x in before.items())
+
+
+def test_one_workspace_after_another(monkeypatch):
+    """A call in the memory that other calls left, of its own sizes or of others, gives its own bits; so do calls in two threads."""
+    cases = [make_case(regime, T=T, H=2, K=16, seed=T) for T, regime in ((64, "random"), (80, "extreme"), (64, "mixed"), (70, "init"))]
+    fresh = []
+    for case in cases:
+        monkeypatch.setattr(torch_forward, "_kept", threading.local())
+        fresh.append(chunk_kda(**case.args, backend="torch"))
+    same = lambda n: all(torch.equal(a, b) for a, b in zip(fresh[n], chunk_kda(**cases[n].args, backend="torch")))
+    order = [0, 0, 2, 1, 0, 3, 3, 2, 0, 1, 1]
+    assert all(map(same, order))
+    with ThreadPoolExecutor(3) as pool:
+        assert all(pool.map(same, order * 4))
