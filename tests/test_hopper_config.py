@@ -271,4 +271,4 @@ def test_any_gate_compiles_within_the_device():
     assert len(kernels) == 2
     for k in kernels:
         assert k.shared <= offline.SHARED_LIMIT["sm_90"]
-        assert k.spills <= 256, f"{k.name}: {k.spills} bytes"  # constants and addresses: 2 % of a group's instructions
+        assert k.spills <= 160, f"{k.name}: {k.spills} bytes"  # constants and addresses

@@ -68,9 +68,8 @@ def base_tiles(problem: Problem, shape: dict, **changes: object) -> Tiles:
         beta="given" if not p.beta_sigmoid else "twice" if p.neg_eigval else "sigmoid",
         form=form, kg=form != "product",
     )  # fmt: skip
-    if form == "halves" and changes.get("split") != "tails":  # all that the scan can spare, nothing where it has a tail to run first
-        # The state pass spills least between both roles' needs.
-        shape = {**shape, "prep_regs": shape["prep_regs"] + 8 if changes.get("outputs", True) else 120}
+    if form == "halves" and shape is FULL and changes.get("split") != "tails":  # all that the scan can spare where it has no tail to run
+        shape = {**shape, "prep_regs": shape["prep_regs"] + 8}
     tiles = Tiles(**{**fields, **shape, **changes})
     per_group = group_bytes(tiles, p.gate_dtype.itemsize)
     return replace(tiles, groups=min(tiles.groups, (SHARED_BYTES - 2 * BLOCK * tiles.R * 2 - RESERVED_BYTES) // per_group))

@@ -41,6 +41,8 @@ from openkda.hopper.tiles import (
     outward_key,
     outward_rows,
     shifted,
+    slice_views,
+    stack_layout,
     to_f32,
 )
 
@@ -119,11 +121,11 @@ def last_row(x):
 
 
 @gluon.jit
-def half_sums(g, h: gl.constexpr, c: gl.constexpr, consts, steep, T: gl.constexpr):
-    """(P [4, 8, WIDTH], q [4, 1, WIDTH]) of half h, slice c: P + base is the prefix sum of the activations; its last row is log2(1 + q),
+def half_sums(g, h: gl.constexpr, consts, steep, T: gl.constexpr):
+    """(P [4, 8, WIDTH], q [4, 1, WIDTH]) of half h: P + base is the prefix sum of the activations; its last row is log2(1 + q),
     more exactly, where q <= 1"""
     slope, offset, _, most = consts
-    raw = g.slice(8 * h, 8, dim=1).slice(WIDTH * c, WIDTH, dim=2).load(channel_layout(WIDTH, 8))
+    raw = g.slice(8 * h, 8, dim=1).slice(0, WIDTH, dim=2).load(channel_layout(WIDTH, 8))
     x = to_f32(held(raw, most, T)) * slope + offset
     if T.gate == "softplus":
         if steep:
@@ -141,13 +143,13 @@ def half_sums(g, h: gl.constexpr, c: gl.constexpr, consts, steep, T: gl.constexp
 
 
 @gluon.jit
-def load_half(kq, h: gl.constexpr, c: gl.constexpr, T: gl.constexpr):
-    """k and q (k again where no output is asked) of half h, slice c, [4, 8, WIDTH] each"""
+def load_half(kq, h: gl.constexpr, T: gl.constexpr):
+    """k and q (k again where no output is asked) of half h, [4, 8, WIDTH] each"""
     L: gl.constexpr = channel_layout(WIDTH, 8)
-    k = kq.slice(8 * h, 8, dim=1).slice(WIDTH * c, WIDTH, dim=2).load(L)
+    k = kq.slice(8 * h, 8, dim=1).slice(0, WIDTH, dim=2).load(L)
     q = k
     if T.outputs:
-        q = kq.slice(16 + 8 * h, 8, dim=1).slice(WIDTH * c, WIDTH, dim=2).load(L)
+        q = kq.slice(16 + 8 * h, 8, dim=1).slice(0, WIDTH, dim=2).load(L)
     return k, q
 
 
@@ -162,32 +164,32 @@ def outwards(k, q, e, w, T: gl.constexpr):
 
 
 @gluon.jit
-def store_rows(kq, h: gl.constexpr, c: gl.constexpr, k, q, T: gl.constexpr):
-    """Half h, slice c of k and q back, in one store: two would have a barrier between them"""
+def store_rows(kq, h: gl.constexpr, k, q, T: gl.constexpr):
+    """Half h of k and q back, in one store: two would have a barrier between them"""
     if T.outputs:
         rows = gl.join(k, q).permute((0, 3, 1, 2))
-        kq.reshape([4, 2, 16, T.K]).slice(8 * h, 8, dim=2).slice(WIDTH * c, WIDTH, dim=3).store(rows)
+        kq.reshape([4, 2, 16, T.K]).slice(8 * h, 8, dim=2).slice(0, WIDTH, dim=3).store(rows)
     else:
-        kq.slice(8 * h, 8, dim=1).slice(WIDTH * c, WIDTH, dim=2).store(k)
+        kq.slice(8 * h, 8, dim=1).slice(0, WIDTH, dim=2).store(k)
 
 
 @gluon.jit
-def store_columns(ki, c: gl.constexpr, first, second, T: gl.constexpr):
-    """Slice c of both halves into ki, in one store likewise"""
+def store_columns(ki, first, second, T: gl.constexpr):
+    """Both halves into ki, in one store likewise"""
     both = gl.join(first, second).permute((0, 3, 1, 2))
-    ki.reshape([4, ki.shape[1] // 8, 8, T.K]).slice(0, 2, dim=1).slice(WIDTH * c, WIDTH, dim=3).store(both)
+    ki.reshape([4, ki.shape[1] // 8, 8, T.K]).slice(0, 2, dim=1).slice(0, WIDTH, dim=3).store(both)
 
 
 @gluon.jit
-def make_slice(kq, g, ki, across, decay, c: gl.constexpr, consts, T: gl.constexpr):
-    """Slice c: decay, and the tiles of the scores, over the raw ones. Returns exp(n), for the second half's rows, and kg of both halves."""
+def make_slice(kq, g, ki, across, decay, consts, T: gl.constexpr):
+    """decay, and the tiles of the scores, over a slice's raw ones. Returns exp(n), for the second half's rows, and kg of both halves."""
     L: gl.constexpr = channel_layout(WIDTH, 8)
     zero = gl.zeros([4, 8, WIDTH], gl.float32, L)
     factor = consts[2]
     steep = factor <= -STEEP
     base = gl.where(steep, factor * BASE, 0.0) if T.gate == "softplus" else 0.0
-    P0, q0 = half_sums(g, 0, c, consts, steep, T)
-    P1, q1 = half_sums(g, 1, c, consts, steep, T)
+    P0, q0 = half_sums(g, 0, consts, steep, T)
+    P1, q1 = half_sums(g, 1, consts, steep, T)
     e0 = last_row(P0) * factor + base
     e1 = last_row(P1) * factor + base
     n = floor(e0)
@@ -196,26 +198,26 @@ def make_slice(kq, g, ki, across, decay, c: gl.constexpr, consts, T: gl.constexp
     if T.gate == "softplus":
         q = q0 + (q0 * q1 + q1)
         p = gl.where(q <= 1.0, log2p(q) * factor, p)
-    k0, q0 = load_half(kq, 0, c, T)
-    decay.slice(WIDTH * c, WIDTH, dim=1).store(gl.reshape(ex2(p), [4, WIDTH]))
+    k0, q0 = load_half(kq, 0, T)
+    decay.slice(0, WIDTH, dim=1).store(gl.reshape(ex2(p), [4, WIDTH]))
     rk0, rq0, c0, kg0 = outwards(k0, q0, P0 * factor + (base + ANCHOR), ex2_denormal(e0 + e1 + ANCHOR) + zero, T)
     across.store(shifted(c0, (ex2(n + SHIFT) + zero).to(kq.dtype)))
-    store_rows(kq, 0, c, rk0, rq0, T)
-    ki.slice(0, 8, dim=1).slice(WIDTH * c, WIDTH, dim=2).store(c0)
-    k1, q1 = load_half(kq, 1, c, T)
+    store_rows(kq, 0, rk0, rq0, T)
+    ki.slice(0, 8, dim=1).slice(0, WIDTH, dim=2).store(c0)
+    k1, q1 = load_half(kq, 1, T)
     rk1, rq1, c1, kg1 = outwards(k1, q1, P1 * factor + (base + a1), ex2_denormal(e1 + a1) + zero, T)
-    store_rows(kq, 1, c, rk1, rq1, T)
-    ki.slice(8, 8, dim=1).slice(WIDTH * c, WIDTH, dim=2).store(c1)
+    store_rows(kq, 1, rk1, rq1, T)
+    ki.slice(8, 8, dim=1).slice(0, WIDTH, dim=2).store(c1)
     return ex2(gl.maximum(n, -126.0)), kg0, kg1
 
 
 @gluon.jit
-def finish_slice(kq, ki, c: gl.constexpr, down, kg0, kg1, T: gl.constexpr):
+def finish_slice(kq, ki, down, kg0, kg1, T: gl.constexpr):
     """What the state reads, over what only the scores did"""
-    k, q = load_half(kq, 1, c, T)
+    k, q = load_half(kq, 1, T)
     down = (down + gl.zeros([4, 8, WIDTH], gl.float32, channel_layout(WIDTH, 8))).to(kq.dtype)
-    store_rows(kq, 1, c, shifted(k, down), shifted(q, down), T)
-    store_columns(ki, c, kg0, kg1, T)
+    store_rows(kq, 1, shifted(k, down), shifted(q, down), T)
+    store_columns(ki, kg0, kg1, T)
 
 
 @gluon.constexpr_function
@@ -239,14 +241,14 @@ def stacked_rows(kq, h: gl.constexpr, first: gl.constexpr, T: gl.constexpr):
 
 
 @gluon.jit
-def slice_scores(kq, ki, across, c: gl.constexpr, near0, near1, far, T: gl.constexpr):
-    """Adds slice c to the products of rows and columns of the first half, of the second, and of second-half rows with first-half columns;
+def slice_scores(kq, ki, across, near0, near1, far, T: gl.constexpr):
+    """Adds a slice to the products of rows and columns of the first half, of the second, and of second-half rows with first-half columns;
     [4, 16, 8] each: 8 rows of k, 8 of q"""
     d1: gl.constexpr = gl.DotOperandLayout(1, block_layout(), 2)
     for n in gl.static_range(WIDTH // 32):
-        r0 = stacked_rows(kq, 0, WIDTH * c + 32 * n, T)
-        r1 = stacked_rows(kq, 1, WIDTH * c + 32 * n, T)
-        columns = ki.permute((0, 2, 1)).slice(WIDTH * c + 32 * n, 32, dim=1)
+        r0 = stacked_rows(kq, 0, 32 * n, T)
+        r1 = stacked_rows(kq, 1, 32 * n, T)
+        columns = ki.permute((0, 2, 1)).slice(32 * n, 32, dim=1)
         near0 = mma_v2(r0, columns.slice(0, 8, dim=2).load(d1), near0)
         near1 = mma_v2(r1, columns.slice(8, 8, dim=2).load(d1), near1)
         far = mma_v2(r1, across.permute((0, 2, 1)).slice(32 * n, 32, dim=1).load(d1), far)
@@ -268,19 +270,18 @@ def whole_block(near0, near1, far):
 
 
 @gluon.jit
-def half_tiles(kq, g, ki, across, decay, consts, T: gl.constexpr):
-    """kq = (kd, qd) 2^ANCHOR, ki = kg and decay of a group from its raw tiles; returns the scores kd ki^T, qd ki^T. across [4, 8, WIDTH]:
-    scratch."""
+def half_tiles(ring, at, consts, T: gl.constexpr):
+    """kq = (kd, qd) 2^ANCHOR, ki = kg and decay of group `at` from its raw tiles; returns the scores kd ki^T, qd ki^T."""
     c0, c1 = consts
     zero = gl.zeros([4, 16, 8], gl.float32, block_layout())
     near0, near1, far = zero, zero, zero
-    down, kg0, kg1 = make_slice(kq, g, ki, across, decay, 0, c0, T)
-    near0, near1, far = slice_scores(kq, ki, across, 0, near0, near1, far, T)
-    finish_slice(kq, ki, 0, down, kg0, kg1, T)
-    if T.K > WIDTH:
-        down, kg0, kg1 = make_slice(kq, g, ki, across, decay, 1, c1, T)
-        near0, near1, far = slice_scores(kq, ki, across, 1, near0, near1, far, T)
-        finish_slice(kq, ki, 1, down, kg0, kg1, T)
+    across = ring.tz._reinterpret(ring.kq.dtype, [T.groups, 4, 8, WIDTH], stack_layout(8, WIDTH, 16)).index(at)  # free until T0 is there
+    for c in range(T.K // WIDTH):
+        kq, g, ki, decay = slice_views(ring, at, c, T)
+        here = c0[0], gl.where(c == 0, c0[1], c1[1]), c0[2], gl.where(c == 0, c0[3], c1[3])
+        down, kg0, kg1 = make_slice(kq, g, ki, across, decay, here, T)
+        near0, near1, far = slice_scores(kq, ki, across, near0, near1, far, T)
+        finish_slice(kq, ki, down, kg0, kg1, T)
     k00, q00 = rows_of(near0)
     k11, q11 = rows_of(near1)
     k10, q10 = rows_of(far * 2.0**-SHIFT)

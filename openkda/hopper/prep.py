@@ -182,8 +182,7 @@ def prepare_group(ring, src, work, group, columns, beta, consts, T: gl.constexpr
         product_tiles(kq, g, ki, decay, consts, T)
         kk, qk = scores(kq, ki, T)
     elif T.form == "halves":
-        across = ring.tz._reinterpret(dtype, [groups, 4, 8, WIDTH], stack_layout(8, WIDTH, 16)).index(at)  # free until T0 is there
-        kk, qk = half_tiles(kq, g, ki, across, decay, consts, T)
+        kk, qk = half_tiles(ring, at, consts, T)
     else:
         kk, qk = level_tiles(kq, g, ki, decay, src, work, T)
     i, j = places()

@@ -248,3 +248,24 @@ def make_ring(src, T: gl.constexpr):
         mbarrier.init(full.index(s), count=8 if T.outputs else 6)
         mbarrier.init(ready.index(s), count=1)
     return Ring(kq, g, ki, v, tz, decay, read, write, full, ready, empty)
+
+
+@gluon.jit
+def slice_view(tiles, at, c, rows: gl.constexpr, dtype: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr, T: gl.constexpr):
+    """Group `at` of ring buffer `tiles` as `shape`, begun c slices late: its first WIDTH channels are those of slice c"""
+    slices: gl.constexpr = T.K // WIDTH
+    parts = tiles._reinterpret(dtype, [T.groups * 4 * slices, rows * WIDTH], plain_shared(1))
+    return parts.index(4 * slices * at + c)._reinterpret(dtype, shape, layout)
+
+
+@gluon.jit
+def slice_views(ring, at, c, T: gl.constexpr):
+    """kq, g, ki and decay of group `at`, their first WIDTH channels those of slice c: so a loop over slices is one copy of its code"""
+    K: gl.constexpr = T.K
+    dtype: gl.constexpr = ring.kq.dtype
+    bits: gl.constexpr = ring.g.dtype.primitive_bitwidth
+    kq = slice_view(ring.kq, at, c, 32, dtype, [4, 32, K], stack_layout(32, K, 16), T)
+    g = slice_view(ring.g, at, c, 16, ring.g.dtype, [4, 16, K], stack_layout(16, K, bits), T)
+    ki = slice_view(ring.ki, at, c, bits, dtype, [4, bits, K], stack_layout(bits, K, 16), T)
+    decay = slice_view(ring.decay, at, c, 1, gl.float32, [4, K], plain_shared(2), T)
+    return kq, g, ki, decay
