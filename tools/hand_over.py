@@ -1,11 +1,14 @@
-"""The least kernel whose warp-specialised partitions are handed values and a tile, for tools/sanitize.py: what a race checker says of it
-lies in Triton's lowering of `warp_specialize`, not in ours."""
+"""The least kernel that hands its warp-specialised partitions as much as ours do: two dozen values, to six partitions with registers of
+their own, in a block that fills a multiprocessor's shared memory. For tools/sanitize.py: what a race checker says of it lies in Triton's
+lowering of `warp_specialize`, not in our kernels."""
 
 from __future__ import annotations
 
 import torch
 
 from openkda.hopper.compat import gl, gluon, mbarrier
+
+VALUES = 24
 
 
 @gluon.jit
@@ -14,12 +17,21 @@ def index():
 
 
 @gluon.jit
-def take(tile, full, empty, y_ptr, values, rounds):
+def total(values):
+    found = values[0] * 0
+    for i in gl.static_range(len(values)):
+        found += values[i]
+    return found
+
+
+@gluon.jit
+def take(tile, full, empty, done, y_ptr, values, rounds):
     for r in range(rounds):
         mbarrier.wait(full, r & 1)
         gl.store(y_ptr + index(), tile.load(gl.BlockedLayout([1], [32], [4], [0])) - values[0])
         gl.thread_barrier()
         mbarrier.arrive(empty, count=1)
+    mbarrier.arrive(done, count=1)
 
 
 @gluon.jit
@@ -33,38 +45,57 @@ def give(tile, full, empty, x_ptr, values, rounds):
 
 @gluon.jit
 def look(y_ptr, values, rounds):
-    """Has nothing to do: no value is that large"""
-    if values[0] + values[1] + values[2] + values[3] > rounds + 1000:
+    """Has nothing to do: no sum is that large"""
+    if total(values) > rounds + 100000:
         gl.store(y_ptr, 0.0)
 
 
-@gluon.jit(do_not_specialize=["rounds"])
-def hand_over_kernel(x_ptr, y_ptr, values_ptr, rounds):
-    """y [128] = x [128] fp32, `rounds` times through shared memory. values_ptr [4] int32. Grid (any,)."""
-    values = (gl.load(values_ptr), gl.load(values_ptr + 1), gl.load(values_ptr + 2), gl.load(values_ptr + 3))
-    tile = gl.allocate_shared_memory(gl.float32, [128], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(full, count=1)
-    mbarrier.init(empty, count=1)
+@gluon.jit
+def watch(done, y_ptr, values, rounds):
+    """The same, after all rounds"""
+    mbarrier.wait(done, 0)
+    look(y_ptr, values, rounds)
+
+
+@gluon.jit
+def run_roles(tile, full, empty, done, x_ptr, y_ptr, values, rounds):
     gl.warp_specialize(
         [
-            (take, (tile, full, empty, y_ptr, values, rounds)),
+            (take, (tile, full, empty, done, y_ptr, values, rounds)),
             (give, (tile, full, empty, x_ptr, values, rounds)),
             (look, (y_ptr, values, rounds)),
+            (watch, (done, y_ptr, values, rounds)),
+            (look, (y_ptr, values, rounds)),
+            (watch, (done, y_ptr, values, rounds)),
             (look, (y_ptr, values, rounds)),
         ],
-        [4, 1, 1],
-        [40, 24, 24],
+        [4, 4, 1, 1, 1, 1],
+        [160, 160, 24, 24, 24, 24],
     )
+
+
+@gluon.jit(do_not_specialize=["rounds"])
+def hand_over_kernel(x_ptr, y_ptr, values_ptr, rounds, N: gl.constexpr):
+    """y [128] = x [128] fp32, `rounds` times through shared memory. values_ptr [N] int32. Grid (any,)."""
+    values = ()
+    for i in gl.static_range(N):
+        values = values + (gl.load(values_ptr + i),)  # noqa: RUF005 (a tuple of Gluon's)
+    tiles = gl.allocate_shared_memory(gl.float32, [360, 128], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    done = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(full, count=1)
+    mbarrier.init(empty, count=1)
+    mbarrier.init(done, count=1)
+    run_roles(tiles.index(359), full, empty, done, x_ptr, y_ptr, values, rounds)
 
 
 def run() -> None:
     """Some launches, checked."""
     x = torch.arange(128, dtype=torch.float32, device="cuda")
     y = torch.zeros_like(x)
-    values = torch.arange(4, dtype=torch.int32, device="cuda")
+    values = torch.arange(VALUES, dtype=torch.int32, device="cuda")
     for rounds in (1, 3, 20):
-        hand_over_kernel[(200,)](x, y, values, rounds, num_warps=4)
+        hand_over_kernel[(132,)](x, y, values, rounds, VALUES, num_warps=4)
     torch.cuda.synchronize()
     assert torch.equal(x, y)
