@@ -4,7 +4,8 @@ import torch
 from offline import CAPABILITY
 
 from openkda.autograd import TENSORS
-from openkda.hopper import backward_fused, backward_operands
+from openkda.hopper import backward_fused, backward_operands, backward_scan
+from openkda.hopper.backward_config import Scans
 from openkda.hopper.gradients import gradients
 from openkda.testing import make_case
 
@@ -20,6 +21,12 @@ PROBLEMS = {
 def compile_only(make, key, operands, device) -> None:
     """In place of runtime.start"""
     make(*key).compile()
+
+
+def compile_segments(target: str) -> None:
+    """The same with sequences cut into segments."""
+    backward_scan.choose_scans = lambda problem, lengths: Scans(1, 1)
+    compile_gradients(target)
 
 
 def compile_gradients(target: str) -> None:

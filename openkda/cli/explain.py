@@ -121,7 +121,7 @@ def explain(problem: Problem, *, device: Device, backend: str | None, lengths: t
     console = Console()
     console.print(f"[bold]The call[/] on {device}: {sizes(problem)}\n", highlight=False)
     console.print(backend_table(problem))
-    for sentence in choices(problem, chosen):
+    for sentence in choices(problem, chosen, lengths):
         console.print(sentence, highlight=False)
     rows = pipeline.launch(problem, chosen)
     if rows:
@@ -166,7 +166,7 @@ def backend_table(p: Problem) -> Table:
     return table
 
 
-def choices(p: Problem, chosen: str) -> list[str]:
+def choices(p: Problem, chosen: str, lengths: tuple[int, ...] | None = None) -> list[str]:
     """Sentences on what runs."""
     backward = backends.choose_backward(p, chosen)
     sentences = [f"chunk_kda runs on [bold]{chosen}[/]; fused_recurrent_kda on [bold]{backends.choose_recurrent(p)}[/]."]
@@ -176,6 +176,10 @@ def choices(p: Problem, chosen: str) -> list[str]:
         sentences.append("Gradients: the forward is recomputed by the torch backend on the same device, and autograd differentiates that.")
     else:
         sentences.append(f"Gradients: the kernels of the {backward} backend.")
+    if backward == "hopper":
+        from openkda.hopper.backward_config import choose_scans
+
+        sentences.append(f"Their scans over chunks: {choose_scans(p, lengths).reason}.")
     return sentences
 
 

@@ -18,7 +18,7 @@ SUMMARY = 0.9  # a chunk of a summary, two blocks a multiprocessor
 START = 5.0  # of a launch with its first chunks
 LINK = 1.65  # a link of the chain of summaries
 RATE = 3.8e6  # bytes per microsecond that the scans move at most
-WORTH = 60.0  # what a cut must promise: three more launches, which outside a CUDA graph the host has to make
+WORTH = 60.0  # what a cut must promise: it adds three launches, and small calls wait for the host already
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,11 @@ def expected(steps: int, batch: Batch, problem: Problem) -> tuple[float, float]:
     blocks = 2 * p.V // ROWS * p.HV  # of a scan of one sequence, both ways
     cells = p.HV * sum(n * copies for n, copies in batch)
     moved = cells * (4 * p.K * p.V + 32 * (8 * p.V + 12 * p.K))  # h, dh; v, do, r, dv and w, kg, qg, the first two in both directions
+    waves = lambda count: -(-count // MULTIPROCESSORS)
 
     def scan(pieces: Batch) -> float:
-        return START + max(moved / RATE, makespan([(CHUNK * n, copies * blocks) for n, copies in pieces]))
+        chains = makespan([(START + CHUNK * n, copies * blocks) for n, copies in pieces])
+        return max(moved / RATE + START * waves(sum(copies for _, copies in pieces) * blocks), chains)
 
     if not steps:
         return scan(batch), scan(batch)
@@ -46,10 +48,10 @@ def expected(steps: int, batch: Batch, problem: Problem) -> tuple[float, float]:
     pieces = [(-(-n // k), copies * k) for (n, copies), k in zip(batch, parts)]
     maps = p.K // ROWS * p.HV
     inner = [(n, copies / k * ((k - 1) * blocks + (k - 2) * maps)) for (n, copies), k in zip(pieces, parts) if k > 1]
-    summaries = makespan([(SUMMARY * n, count / 2) for n, count in inner])
+    summaries = makespan([(START + SUMMARY * n, count / 2) for n, count in inner])
     chains = sum(copies for (_, copies), k in zip(batch, parts) if k > 1) * 2 * p.V // 16 * p.HV
-    chain = LINK * max(0, max(parts) - 2) * -(-chains // MULTIPROCESSORS)
-    known = START + (START + SUMMARY * TAIL) + scan(sorted(pieces, reverse=True))
+    chain = (0.5 * START + LINK * max(0, max(parts) - 2)) * waves(chains)
+    known = 2 * START + SUMMARY * TAIL + scan(sorted(pieces, reverse=True))
     return known, known + summaries + chain
 
 
