@@ -20,8 +20,7 @@ def both_operands(tile, row: gl.constexpr, c: gl.constexpr):
     """Rows row to row + 16 of the c-th 32 channels of tile [4, rows, K], x as the left operand and x^T as the right one"""
     mma: gl.constexpr = block_layout()
     x = tile.slice(row, 16, dim=1).slice(32 * c, 32, dim=2).load(gl.DotOperandLayout(0, mma, 2))
-    xt = tile.permute((0, 2, 1)).slice(row, 16, dim=2).slice(32 * c, 32, dim=1).load(gl.DotOperandLayout(1, mma, 2))
-    return x, xt
+    return x, gl.convert_layout(x.permute((0, 2, 1)), gl.DotOperandLayout(1, mma, 2), assert_trivial=True)
 
 
 @gluon.jit
@@ -76,3 +75,92 @@ def invert(A, dtype: gl.constexpr):
         T = product(Y, Ub, T)
         U = product(Ub, Y, U)
     return T, U
+
+
+@gluon.jit
+def diagonal(x):
+    """The diagonals of blocks, [4, 16]"""
+    i, j = places()
+    return gl.sum(gl.where(i == j, x, 0.0), axis=2)
+
+
+@gluon.constexpr_function
+def solve_code(dtype, outputs):
+    """PTX of `solve`. Operands: four or eight pairs of results, then eight elements each of kk, factor, columns, qk: columns 2 t, 2 t + 1
+    of rows g and g + 8 in lane 4 g + t, of the left half, then of the right. Products of the two 8x8 diagonal blocks are one product: in
+    the left operand they lie as in the block, in the right one below each other. movmatrix makes right operands of 8x8 blocks."""
+    kind = "bf16" if dtype == gl.bfloat16 else "f16"
+    row16 = f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32"
+    row8 = f"mma.sync.aligned.m16n8k8.row.col.f32.{kind}.{kind}.f32"
+    pack = f"cvt.rn.{kind}x2.f32"
+    turn = "movmatrix.sync.aligned.m8n8.trans.b16"
+    first = 8 if outputs else 4
+    kk, factor, columns, qk = ([f"${first + 8 * n + i}" for i in range(8)] for n in range(4))
+    lines = [
+        "{ .reg .b32 l, g, t, j, m, z, A1, A2, A3, B1, B2, P1, P2, U1, U2, S1, S2, Y1, Y2, c0, c1, c4, c5, Z0, Z1, Z3, V1, V2, V3;",
+        ".reg .b32 a0, a1, a2, a3, a6, a7, t0, t1, t2, t3, y0, y1, y2, y3, x0, x1, x2, x3, w0, w1, w2, w3; .reg .pred p, q, d, e, n;",
+        "mov.u32 l, %laneid; shr.u32 g, l, 2; and.b32 t, l, 3; shl.b32 j, t, 1; mov.b32 z, 0;",
+        "setp.gt.u32 p, g, j; setp.eq.u32 d, g, j; add.u32 m, j, 1; setp.gt.u32 q, g, m; setp.eq.u32 e, g, m;",
+        # A: blocks A1, A3 on the diagonal, A2 below
+        *(f"mul.f32 a{i}, {kk[i]}, {factor[i]};" for i in (0, 1, 2, 3, 6, 7)),
+        "selp.b32 a0, a0, 0, p; selp.b32 a1, a1, 0, q; selp.b32 a6, a6, 0, p; selp.b32 a7, a7, 0, q;",
+        f"{pack} A1, a1, a0; {pack} A2, a3, a2; {pack} A3, a7, a6; {turn} B1, A1; {turn} B2, A3;",
+        # blocks of 2
+        "selp.b32 t0, a0, 0, e; selp.b32 t0, 0f3F800000, t0, d; selp.b32 t1, 0f3F800000, 0, e;",
+        "selp.b32 t2, a6, 0, e; selp.b32 t2, 0f3F800000, t2, d; mov.b32 t3, t1;",
+    ]
+    for size in (2, 4):  # what of A joins blocks of `size`: its transpose's places, row g and columns 2 t, 2 t + 1
+        lines += [f"{pack} P1, t1, t0; {pack} P2, t3, t2; {turn} U1, P1; {turn} U2, P2;"]
+        if size == 2:
+            lines += ["shr.u32 m, g, 1; setp.gt.u32 n, t, m; shr.u32 m, t, 1; shr.u32 y0, g, 2; setp.eq.and.u32 n, m, y0, n;"]
+        else:
+            lines += ["setp.ge.u32 n, t, 2; setp.lt.and.u32 n, g, 4, n;"]
+        lines += [
+            "selp.b32 S1, B1, 0, n; selp.b32 S2, B2, 0, n;",
+            f"{row16} {{y0, y1, y2, y3}}, {{P1, z, z, P2}}, {{S1, S2}}, {{z, z, z, z}};",
+            f"{pack} Y1, y1, y0; {pack} Y2, y3, y2; {row16} {{t0, t1, t2, t3}}, {{Y1, z, z, Y2}}, {{U1, U2}}, {{t0, t1, t2, t3}};",
+        ]
+    lines += [  # T21 = T22 (A21 T11)
+        f"{pack} P1, t1, t0; {pack} P2, t3, t2; {turn} U1, P1;",
+        f"{row8} {{y0, y1, y2, y3}}, {{U1, z}}, {{A2}}, {{z, z, z, z}}; {pack} Y1, y1, y0;",
+        f"{row8} {{x0, x1, x2, x3}}, {{P2, z}}, {{Y1}}, {{z, z, z, z}};",
+        # the columns' factors from the rows'
+        "shl.b32 m, t, 3;",
+        f"shfl.sync.idx.b32 c0, {columns[0]}, m, 31, -1; shfl.sync.idx.b32 c4, {columns[2]}, m, 31, -1; add.u32 m, m, 4;",
+        f"shfl.sync.idx.b32 c1, {columns[0]}, m, 31, -1; shfl.sync.idx.b32 c5, {columns[2]}, m, 31, -1;",
+        "mul.f32 t0, t0, c0; mul.f32 t1, t1, c1; mul.f32 x0, x0, c0; mul.f32 x1, x1, c1; mul.f32 t2, t2, c4; mul.f32 t3, t3, c5;",
+        f"{pack} P1, t1, t0; {pack} Y1, x1, x0; {pack} P2, t3, t2; mov.b32 $0, P1; mov.b32 $1, Y1; mov.b32 $2, z; mov.b32 $3, P2;",
+    ]
+    if outputs:
+        lines += [
+            f"{turn} V1, P1; {turn} V2, Y1; {turn} V3, P2; or.pred p, p, d; or.pred q, q, e;",
+            f"selp.b32 w0, {qk[0]}, 0, p; selp.b32 w1, {qk[1]}, 0, q; selp.b32 w2, {qk[6]}, 0, p; selp.b32 w3, {qk[7]}, 0, q;",
+            f"{pack} Z0, w1, w0; {pack} Z1, {qk[3]}, {qk[2]}; {pack} Z3, w3, w2;",
+            f"{row16} {{y0, y1, y2, y3}}, {{Z0, Z1, z, Z3}}, {{V1, V2}}, {{z, z, z, z}};",
+            f"{row8} {{w0, w1, w2, w3}}, {{z, Z3}}, {{V3}}, {{z, z, z, z}};",
+            f"{pack} $4, y1, y0; {pack} $5, y3, y2; mov.b32 $6, z; {pack} $7, w3, w2;",
+        ]
+    return " ".join([*lines, "}"])
+
+
+@gluon.constexpr_function
+def result_types(dtype, outputs):
+    return (dtype, dtype) if outputs else (dtype,)
+
+
+@gluon.jit
+def solve(kk, qk, factor, columns, dtype: gl.constexpr, outputs: gl.constexpr):
+    """(T0, Z T0) of 16x16 blocks, T0 = (I - A)^-1 diag(columns), A = diag(factor) tril(kk, -1), Z = tril(qk); factor, columns [4, 16].
+    Without outputs (T0, T0). T <- T + (T A_s) T over block sizes 2, 4, 8, then the lower left of 16; operands in `dtype`, fp32 sums. One
+    opaque step on registers: seven products where whole 16x16 ones would be twenty."""
+    code: gl.constexpr = solve_code(dtype, outputs)
+    form: gl.constexpr = "=&r" + ",=&r" * (7 if outputs else 3) + ",r" * (32 if outputs else 24)
+    zero = gl.zeros([4, 16, 16], gl.float32, block_layout())
+    factor = gl.expand_dims(factor, 2) + zero
+    columns = gl.expand_dims(columns, 2) + zero
+    types: gl.constexpr = result_types(dtype, outputs)
+    if outputs:
+        return gl.inline_asm_elementwise(code, form, [kk, factor, columns, qk], dtype=types, is_pure=True, pack=8)
+    else:
+        T0 = gl.inline_asm_elementwise(code, form, [kk, factor, columns], dtype=types, is_pure=True, pack=8)[0]
+        return T0, T0

@@ -39,7 +39,7 @@ from openkda.hopper.tiles import (
     last,
     log2p,
     outward_key,
-    outward_rows,
+    scaled,
     shifted,
     slice_views,
     stack_layout,
@@ -154,13 +154,15 @@ def load_half(kq, h: gl.constexpr, T: gl.constexpr):
 
 
 @gluon.jit
-def outwards(k, q, e, w, T: gl.constexpr):
-    """(k 2^e, q 2^e, k 2^-e, k 2^-e w)"""
+def outward_half(kq, ki, h: gl.constexpr, k, q, e, w, T: gl.constexpr):
+    """Half h: k 2^e and k 2^-e, then q 2^e, which needs fewer registers than all at once. Returns (k 2^-e, k 2^-e w)."""
+    up = ex2(e)
+    rows, columns, kg = outward_key(k, up, e, w)
+    kq.slice(8 * h, 8, dim=1).slice(0, WIDTH, dim=2).store(rows)
+    ki.slice(8 * h, 8, dim=1).slice(0, WIDTH, dim=2).store(columns)
     if T.outputs:
-        return outward_rows(k, q, e, w)
-    else:
-        k, c, kg = outward_key(k, e, w)
-        return k, k, c, kg
+        kq.slice(16 + 8 * h, 8, dim=1).slice(0, WIDTH, dim=2).store(scaled(q, up))
+    return columns, kg
 
 
 @gluon.jit
@@ -200,14 +202,10 @@ def make_slice(kq, g, ki, across, decay, consts, T: gl.constexpr):
         p = gl.where(q <= 1.0, log2p(q) * factor, p)
     k0, q0 = load_half(kq, 0, T)
     decay.slice(0, WIDTH, dim=1).store(gl.reshape(ex2(p), [4, WIDTH]))
-    rk0, rq0, c0, kg0 = outwards(k0, q0, P0 * factor + (base + ANCHOR), ex2_denormal(e0 + e1 + ANCHOR) + zero, T)
+    c0, kg0 = outward_half(kq, ki, 0, k0, q0, P0 * factor + (base + ANCHOR), ex2_denormal(e0 + e1 + ANCHOR) + zero, T)
     across.store(shifted(c0, (ex2(n + SHIFT) + zero).to(kq.dtype)))
-    store_rows(kq, 0, rk0, rq0, T)
-    ki.slice(0, 8, dim=1).slice(0, WIDTH, dim=2).store(c0)
     k1, q1 = load_half(kq, 1, T)
-    rk1, rq1, c1, kg1 = outwards(k1, q1, P1 * factor + (base + a1), ex2_denormal(e1 + a1) + zero, T)
-    store_rows(kq, 1, rk1, rq1, T)
-    ki.slice(8, 8, dim=1).slice(0, WIDTH, dim=2).store(c1)
+    _, kg1 = outward_half(kq, ki, 1, k1, q1, P1 * factor + (base + a1), ex2_denormal(e1 + a1) + zero, T)
     return ex2(gl.maximum(n, -126.0)), kg0, kg1
 
 
@@ -271,7 +269,7 @@ def whole_block(near0, near1, far):
 
 @gluon.jit
 def half_tiles(ring, at, consts, T: gl.constexpr):
-    """kq = (kd, qd) 2^ANCHOR, ki = kg and decay of group `at` from its raw tiles; returns the scores kd ki^T, qd ki^T."""
+    """kq = (kd, qd) 2^ANCHOR, ki = kg and decay of group `at` from its raw tiles; returns the scores kd ki^T, qd ki^T 2^ANCHOR."""
     c0, c1 = consts
     zero = gl.zeros([4, 16, 8], gl.float32, block_layout())
     near0, near1, far = zero, zero, zero
@@ -285,4 +283,4 @@ def half_tiles(ring, at, consts, T: gl.constexpr):
     k00, q00 = rows_of(near0)
     k11, q11 = rows_of(near1)
     k10, q10 = rows_of(far * 2.0**-SHIFT)
-    return whole_block(k00, k11, k10), whole_block(q00, q11, q10)
+    return whole_block(k00, k11, k10), whole_block(q00, q11, q10) * 2.0**ANCHOR

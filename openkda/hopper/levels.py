@@ -11,7 +11,7 @@ from __future__ import annotations
 from openkda.hopper.blocks import both_operands, places
 from openkda.hopper.compat import gl, gluon, mma_v2
 from openkda.hopper.decay import gate_line, log2_decay
-from openkda.hopper.tiles import add, block_layout, ex2, last, scaled_exp2
+from openkda.hopper.tiles import WIDTH, add, block_layout, ex2, last, scaled_exp2, slice_views
 
 SLICE = gl.constexpr(32)  # channels at a time
 
@@ -47,36 +47,46 @@ def pair_products(kq, c: gl.constexpr, T: gl.constexpr):
 
 
 @gluon.jit
-def level_tiles(kq, g, ki, decay, src, work, T: gl.constexpr):
-    """kq = (kd, qd), ki = kg and decay of a group from its raw tiles; returns kd ki^T below the diagonal, qd ki^T"""
+def level_slice(kq, g, ki, decay, first, c: gl.constexpr, src, work, kk, qk, T: gl.constexpr):
+    """The c-th 32 channels of these tiles, channels from `first` on: the tiles, and their part of the scores"""
     L: gl.constexpr = gl.BlockedLayout([1, 16, 1], [1, 1, 32], [4, 1, 1], [2, 1, 0])
     r, i = places()
+    channel = first + gl.arange(0, SLICE, layout=gl.SliceLayout(0, gl.SliceLayout(1, L)))[None, None, :]
+    consts = gate_line(src, work.head, channel, T)
+    raw = g.slice(SLICE * c, SLICE, dim=2).load(L)
+    k_tile = kq.slice(0, 16, dim=1).slice(SLICE * c, SLICE, dim=2)
+    q_tile = kq.slice(16, 16, dim=1).slice(SLICE * c, SLICE, dim=2)
+    k = k_tile.load(L)
+    q = q_tile.load(L)
+    G = gl.associative_scan(log2_decay(raw, consts, T), 1, add)
+    kk_c, qk_c = pair_products(kq, c, T)
+    kk += gl.where(r == i, kk_c, 0.0)
+    qk += gl.where(r == i, qk_c, 0.0)
+    for level in gl.static_range(4):
+        e = level_exponents(G, level)
+        k_tile.store(scaled_exp2(k, e))
+        if T.outputs:
+            q_tile.store(scaled_exp2(q, e))
+        kk_c, qk_c = pair_products(kq, c, T)
+        below = ((r >> level) == (i >> level) + 1) & ((r >> (level + 1)) == (i >> (level + 1)))
+        kk += gl.where(below, kk_c, 0.0)
+        qk += gl.where(below, qk_c, 0.0)
+    G_end = gl.reduce(G, 1, last)
+    k_tile.store(scaled_exp2(k, G))
+    if T.outputs:
+        q_tile.store(scaled_exp2(q, G))
+    ki.slice(0, 16, dim=1).slice(SLICE * c, SLICE, dim=2).store(scaled_exp2(k, gl.expand_dims(G_end, 1) - G))
+    decay.slice(SLICE * c, SLICE, dim=1).store(ex2(G_end))
+    return kk, qk
+
+
+@gluon.jit
+def level_tiles(ring, at, src, work, T: gl.constexpr):
+    """kq = (kd, qd), ki = kg and decay of group `at` from its raw tiles; returns the lower halves of kd ki^T, qd ki^T"""
     kk = gl.zeros([4, 16, 16], gl.float32, block_layout())
     qk = kk
-    for c in gl.static_range(T.K // SLICE):
-        channel = SLICE * c + gl.arange(0, SLICE, layout=gl.SliceLayout(0, gl.SliceLayout(1, L)))[None, None, :]
-        consts = gate_line(src, work.head, channel, T)
-        raw = g.slice(SLICE * c, SLICE, dim=2).load(L)
-        k_tile = kq.slice(0, 16, dim=1).slice(SLICE * c, SLICE, dim=2)
-        q_tile = kq.slice(16, 16, dim=1).slice(SLICE * c, SLICE, dim=2)
-        k = k_tile.load(L)
-        q = q_tile.load(L)
-        G = gl.associative_scan(log2_decay(raw, consts, T), 1, add)
-        _, qk_c = pair_products(kq, c, T)
-        qk += gl.where(r == i, qk_c, 0.0)
-        for level in gl.static_range(4):
-            e = level_exponents(G, level)
-            k_tile.store(scaled_exp2(k, e))
-            if T.outputs:
-                q_tile.store(scaled_exp2(q, e))
-            kk_c, qk_c = pair_products(kq, c, T)
-            below = ((r >> level) == (i >> level) + 1) & ((r >> (level + 1)) == (i >> (level + 1)))
-            kk += gl.where(below, kk_c, 0.0)
-            qk += gl.where(below, qk_c, 0.0)
-        G_end = gl.reduce(G, 1, last)
-        k_tile.store(scaled_exp2(k, G))
-        if T.outputs:
-            q_tile.store(scaled_exp2(q, G))
-        ki.slice(0, 16, dim=1).slice(SLICE * c, SLICE, dim=2).store(scaled_exp2(k, gl.expand_dims(G_end, 1) - G))
-        decay.slice(SLICE * c, SLICE, dim=1).store(ex2(G_end))
+    for c in range(T.K // WIDTH):
+        kq, g, ki, decay = slice_views(ring, at, c, T)
+        for n in gl.static_range(WIDTH // SLICE):
+            kk, qk = level_slice(kq, g, ki, decay, WIDTH * c + SLICE * n, n, src, work, kk, qk, T)
     return kk, qk

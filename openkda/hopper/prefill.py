@@ -13,7 +13,7 @@ from openkda.hopper.compat import gdc_launch_dependents, gdc_wait, gl, gluon
 from openkda.hopper.prep import load_role, prep_role
 from openkda.hopper.scan import Output, Sink, States, forward_scan, summary_scan
 from openkda.hopper.segments import locate
-from openkda.hopper.tiles import Source, make_ring, plain_shared, tile_layout
+from openkda.hopper.tiles import Source, make_ring, tile_layout
 
 
 @gluon.jit
@@ -25,7 +25,7 @@ def scan_role(ring, out, states, sink, work, segment, HV, NS, T: gl.constexpr):
 
 
 @gluon.jit
-def run_roles(scan, ring, src, work, columns, T: gl.constexpr):
+def run_roles(scan, ring, src, work, T: gl.constexpr):
     """The scan, with arguments `scan`, in the default partition beside the preparation and the load warps. State-only passes have no q and
     one preparation partition."""
     regs: gl.constexpr = T.prep_regs
@@ -33,8 +33,8 @@ def run_roles(scan, ring, src, work, columns, T: gl.constexpr):
         gl.warp_specialize(
             [
                 (scan_role, scan),
-                (prep_role, (ring, src, work, columns.index(0), 0, T)),
-                (prep_role, (ring, src, work, columns.index(1), 1, T)),
+                (prep_role, (ring, src, work, 0, T)),
+                (prep_role, (ring, src, work, 1, T)),
                 (load_role, (ring, src, work, "g", T)),
                 (load_role, (ring, src, work, "k", T)),
                 (load_role, (ring, src, work, "q", T)),
@@ -47,7 +47,7 @@ def run_roles(scan, ring, src, work, columns, T: gl.constexpr):
         gl.warp_specialize(
             [
                 (scan_role, scan),
-                (prep_role, (ring, src, work, columns.index(0), 0, T)),
+                (prep_role, (ring, src, work, 0, T)),
                 (load_role, (ring, src, work, "g", T)),
                 (load_role, (ring, src, work, "k", T)),
                 (load_role, (ring, src, work, "v", T)),
@@ -64,7 +64,6 @@ def forward_kernel(
 ):  # fmt: skip
     """o and final_state of the work that T.split assigns to this launch"""
     R: gl.constexpr = T.R
-    preps: gl.constexpr = T.preps
     if T.pdl:
         gdc_launch_dependents()
         gdc_wait()
@@ -73,10 +72,9 @@ def forward_kernel(
     work = locate(segments_ptr, known_ptr, segment, head, group, gl.program_id(1) * R, NS, tail, T)
     src = Source(q_desc, k_desc, v_desc, g_desc, beta_ptr, A_log_ptr, dt_bias_ptr, HV, lower_bound, scale)
     ring = make_ring(src, T)
-    columns = gl.allocate_shared_memory(gl.float32, [preps, 4, 16], plain_shared(2))
     out = Output(o_desc, o_ptr, gl.allocate_shared_memory(o_desc.dtype, [2, 16, R], tile_layout(16)))
     states = States(initial_ptr, final_ptr, entry_ptr)
-    run_roles((ring, out, states, Sink(None, known_ptr, tail), work, segment, HV, NS, T), ring, src, work, columns, T)
+    run_roles((ring, out, states, Sink(None, known_ptr, tail), work, segment, HV, NS, T), ring, src, work, T)
 
 
 @gluon.jit(do_not_specialize=["HV", "group", "NS", "tail"], do_not_specialize_on_alignment=["beta_ptr"])
@@ -85,7 +83,6 @@ def state_kernel(
     tail, lower_bound, T: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """The state alone: entry states from tails (tail > 0), or (M, b) of the segments whose successor's entry state is not known"""
-    preps: gl.constexpr = T.preps
     if T.pdl:
         gdc_launch_dependents()
         gdc_wait()
@@ -94,6 +91,5 @@ def state_kernel(
     work = locate(segments_ptr, known_ptr, segment, head, group, 0, NS, tail, T)
     src = Source(k_desc, k_desc, v_desc, g_desc, beta_ptr, A_log_ptr, dt_bias_ptr, HV, lower_bound, 1.0)
     ring = make_ring(src, T)
-    columns = gl.allocate_shared_memory(gl.float32, [preps, 4, 16], plain_shared(2))
     states = States(initial_ptr, None, entry_ptr)
-    run_roles((ring, None, states, Sink(summary_ptr, known_ptr, tail), work, segment, HV, NS, T), ring, src, work, columns, T)
+    run_roles((ring, None, states, Sink(summary_ptr, known_ptr, tail), work, segment, HV, NS, T), ring, src, work, T)

@@ -15,7 +15,7 @@ by neutral values first, before any exponential."""
 
 from __future__ import annotations
 
-from openkda.hopper.blocks import both_operands, invert, places, product, scores
+from openkda.hopper.blocks import both_operands, diagonal, scores, solve
 from openkda.hopper.compat import fence_async_shared, gl, gluon, mbarrier, mma_v2, tma
 from openkda.hopper.decay import decay_constants, log2_decay, neutral_gate
 from openkda.hopper.halves import anchor, half_constants, half_tiles
@@ -32,6 +32,7 @@ from openkda.hopper.tiles import (
     rcp,
     rsqrt,
     scaled_exp2,
+    slice_views,
     stack_layout,
 )
 
@@ -114,52 +115,50 @@ def activate_beta(x, live, T: gl.constexpr):
 
 
 @gluon.jit
-def row_norms(kq, part: gl.constexpr, T: gl.constexpr):
-    """rsqrt(|x|^2 + 1e-6) of the raw k (part 0) or q (part 1) rows of kq [4, 32, K] as [4, 16]: the diagonal of their Gram matrices"""
-    mma: gl.constexpr = block_layout()
-    i, j = places()
-    gram = gl.zeros([4, 16, 16], gl.float32, mma)
+def query_norms(kq, T: gl.constexpr):
+    """rsqrt(|q|^2 + 1e-6) of the raw rows of kq [4, 32, K] as [4, 16]: the diagonal of their Gram matrix"""
+    gram = gl.zeros([4, 16, 16], gl.float32, block_layout())
     for c in gl.static_range(T.K // 32):
-        x, xt = both_operands(kq, 16 * part, c)
+        x, xt = both_operands(kq, 16, c)
         gram = mma_v2(x, xt, gram)
-    return rsqrt(gl.sum(gl.where(i == j, gram, 0.0), axis=2) + 1e-6)
+    return rsqrt(diagonal(gram) + 1e-6)
 
 
 @gluon.jit
-def product_tiles(kq, g, ki, decay, consts, T: gl.constexpr):
-    """kq = (kd, qd), ki over the gate, decay = exp(G_C)"""
+def product_tiles(ring, at, consts, T: gl.constexpr):
+    """kq = (kd, qd), ki over the gate, decay = exp(G_C) of group `at`, WIDTH channels at a time: a loop, for code is dear"""
     K: gl.constexpr = T.K
     L: gl.constexpr = channel_layout(WIDTH, 16)
-    for c in gl.static_range(K // WIDTH):
-        graw = g.slice(WIDTH * c, WIDTH, dim=2).load(L)
-        k = kq.slice(0, 16, dim=1).slice(WIDTH * c, WIDTH, dim=2).load(L)
+    c0, c1 = consts
+    for c in range(K // WIDTH):
+        kq, g, ki, decay = slice_views(ring, at, c, T)
+        here = c0[0], gl.where(c == 0, c0[1], c1[1]), c0[2]
+        graw = g.slice(0, WIDTH, dim=2).load(L)
+        k = kq.slice(0, 16, dim=1).slice(0, WIDTH, dim=2).load(L)
         if T.outputs:
-            q = kq.slice(16, 16, dim=1).slice(WIDTH * c, WIDTH, dim=2).load(L)
-        G = gl.associative_scan(log2_decay(graw, consts[c], T), 1, add)
-        decay.slice(WIDTH * c, WIDTH, dim=1).store(ex2(gl.reduce(G, 1, last)))
+            q = kq.slice(16, 16, dim=1).slice(0, WIDTH, dim=2).load(L)
+        G = gl.associative_scan(log2_decay(graw, here, T), 1, add)
+        decay.slice(0, WIDTH, dim=1).store(ex2(gl.reduce(G, 1, last)))
         if T.outputs:
             kd, qd, columns = outward(k, q, G)
             both = gl.join(kd, qd).permute((0, 3, 1, 2))
-            kq.reshape([4, 2, 16, K]).slice(WIDTH * c, WIDTH, dim=3).store(both)  # one store: two would have a barrier between them
+            kq.reshape([4, 2, 16, K]).slice(0, WIDTH, dim=3).store(both)  # one store: two would have a barrier between them
         else:
-            kq.slice(0, 16, dim=1).slice(WIDTH * c, WIDTH, dim=2).store(scaled_exp2(k, G))
+            kq.slice(0, 16, dim=1).slice(0, WIDTH, dim=2).store(scaled_exp2(k, G))
             columns = scaled_exp2(k, -G)
-        ki.slice(0, 16, dim=1).slice(WIDTH * c, WIDTH, dim=2).store(columns)
+        ki.slice(0, 16, dim=1).slice(0, WIDTH, dim=2).store(columns)
 
 
 @gluon.jit
-def prepare_group(ring, src, work, group, columns, beta, consts, T: gl.constexpr):
+def prepare_group(ring, src, work, group, beta, consts, T: gl.constexpr):
     K: gl.constexpr = T.K
     groups: gl.constexpr = T.groups
     dtype: gl.constexpr = src.k.dtype
-    mma: gl.constexpr = block_layout()
     bits: gl.constexpr = src.g.dtype.primitive_bitwidth
     at = group % groups
     kq = ring.kq._reinterpret(dtype, [groups, 4, 32, K], stack_layout(32, K, 16)).index(at)
-    g = ring.g._reinterpret(src.g.dtype, [groups, 4, 16, K], stack_layout(16, K, bits)).index(at)
     ki = ring.ki._reinterpret(dtype, [groups, 4, bits, K], stack_layout(bits, K, 16)).index(at)
     tz = ring.tz._reinterpret(dtype, [groups, 4, 32, 16], stack_layout(32, 16, 16, 32)).index(at)
-    decay = ring.decay._reinterpret(gl.float32, [groups, 4, K], plain_shared(2)).index(at)
     read = ring.read._reinterpret(gl.float32, [groups, 4, 16], plain_shared(2)).index(at)
     write = ring.write._reinterpret(gl.float32, [groups, 4, 16], plain_shared(2)).index(at)
     valid = work.end - work.start - group * 64
@@ -167,40 +166,31 @@ def prepare_group(ring, src, work, group, columns, beta, consts, T: gl.constexpr
         clear_rows(ring.kq, at, valid, 0.0, 32, K, T)
         clear_rows(ring.g, at, valid, neutral_gate(T), 16, K, T)
         clear_rows(ring.v, at, valid, 0.0, 16, T.R, T)
-    by_row: gl.constexpr = gl.SliceLayout(2, mma)
-    by_column: gl.constexpr = gl.SliceLayout(1, mma)
-    one = gl.full([4, 16], 1.0, gl.float32, by_row)
-    up: gl.constexpr = 2.0 ** anchor(T)
     down: gl.constexpr = 2.0 ** -anchor(T)
-    rk = row_norms(kq, 0, T) if T.l2norm else one
-    read.store(rk * -down)
-    columns.store(beta * rk)
+    rk = gl.full([4, 16], 1.0, gl.float32, gl.SliceLayout(2, block_layout()))
     if T.outputs:
-        rq = row_norms(kq, 1, T) if T.l2norm else one
+        rq = query_norms(kq, T) if T.l2norm else rk
         write.store(rq * (src.scale * down))
     if T.form == "product":
-        product_tiles(kq, g, ki, decay, consts, T)
+        product_tiles(ring, at, consts, T)
         kk, qk = scores(kq, ki, T)
     elif T.form == "halves":
         kk, qk = half_tiles(ring, at, consts, T)
     else:
-        kk, qk = level_tiles(kq, g, ki, decay, src, work, T)
-    i, j = places()
-    across = columns.load(by_column)
-    A = gl.where(i > j, kk, 0.0) * gl.expand_dims(beta * rk * -rk, 2)
-    inv, invt = invert(A, dtype)
-    tz.slice(0, 16, dim=1).store((inv * gl.expand_dims(across, 1)).to(dtype))
+        kk, qk = level_tiles(ring, at, src, work, T)
+    if T.l2norm:
+        rk = rsqrt(diagonal(kk) + 1e-6)  # the decay cancels there
+    read.store(rk * -down)
+    T0, ZT0 = solve(kk, qk, beta * rk * -rk, beta * rk, dtype, T.outputs)
+    tz.slice(0, 16, dim=1).store(T0)
     if T.outputs:
-        zero = gl.zeros([4, 16, 16], gl.float32, mma)
-        T0t = (invt * gl.expand_dims(beta * rk, 2)).to(dtype)
-        zt = product(gl.where(i >= j, qk * up, 0.0).to(dtype), T0t, zero)
-        tz.slice(16, 16, dim=1).store(zt.to(dtype))
+        tz.slice(16, 16, dim=1).store(ZT0)
     fence_async_shared()
 
 
 @gluon.jit
-def prep_role(ring, src, work, columns, first: gl.constexpr, T: gl.constexpr):
-    """Groups first, first + preps, ... of this block's work. columns [4, 16] fp32: this partition's own scratch (beta * r_k)."""
+def prep_role(ring, src, work, first: gl.constexpr, T: gl.constexpr):
+    """Groups first, first + preps, ... of this block's work"""
     groups: gl.constexpr = T.groups
     preps: gl.constexpr = T.preps
     consts = half_constants(src, work, T) if T.form == "halves" else decay_constants(src, work, T)
@@ -212,5 +202,5 @@ def prep_role(ring, src, work, columns, first: gl.constexpr, T: gl.constexpr):
         beta = activate_beta(raw, live, T)
         raw, live = load_beta(src, work, group + preps)  # a turn ahead: nothing waits for it
         mbarrier.wait(ring.full.index(at), phase)
-        prepare_group(ring, src, work, group, columns, beta, consts, T)
+        prepare_group(ring, src, work, group, beta, consts, T)
         mbarrier.arrive(ring.ready.index(at), count=1)

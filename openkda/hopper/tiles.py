@@ -60,26 +60,22 @@ def outward(k, q, e):
 
 
 @gluon.jit
-def outward_rows(k, q, e, w):
-    """(k 2^e, q 2^e, k 2^-e, k 2^-e w) of bf16 tiles, as scaled_exp2; w may be denormal"""
-    code: gl.constexpr = """{ .reg .b32 a, b, s, t; shl.b32 a, $4, 16; and.b32 b, $4, 0xffff0000;
+def outward_key(k, up, e, w):
+    """(k up, k 2^-e, k 2^-e w) of a bf16 tile, as scaled_exp2; w may be denormal"""
+    code: gl.constexpr = """{ .reg .b32 a, b, s, t; shl.b32 a, $3, 16; and.b32 b, $3, 0xffff0000;
         neg.f32 s, $6; neg.f32 t, $7; ex2.approx.ftz.f32 s, s; ex2.approx.ftz.f32 t, t; mul.f32 s, s, a; mul.f32 t, t, b;
-        cvt.rn.bf16x2.f32 $2, t, s; mul.f32 s, s, $8; mul.f32 t, t, $9; cvt.rn.bf16x2.f32 $3, t, s;
-        ex2.approx.ftz.f32 s, $6; ex2.approx.ftz.f32 t, $7; mul.f32 a, a, s; mul.f32 b, b, t; cvt.rn.bf16x2.f32 $0, b, a;
-        shl.b32 a, $5, 16; and.b32 b, $5, 0xffff0000; mul.f32 a, a, s; mul.f32 b, b, t; cvt.rn.bf16x2.f32 $1, b, a; }"""
-    types: gl.constexpr = (gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16)
-    return gl.inline_asm_elementwise(code, "=&r,=&r,=&r,=&r,r,r,r,r,r,r", [k, q, e, w], dtype=types, is_pure=True, pack=2)
+        mul.f32 a, a, $4; mul.f32 b, b, $5; cvt.rn.bf16x2.f32 $0, b, a;
+        cvt.rn.bf16x2.f32 $1, t, s; mul.f32 s, s, $8; mul.f32 t, t, $9; cvt.rn.bf16x2.f32 $2, t, s; }"""
+    types: gl.constexpr = (gl.bfloat16, gl.bfloat16, gl.bfloat16)
+    return gl.inline_asm_elementwise(code, "=&r,=&r,=&r,r,r,r,r,r,r,r", [k, up, e, w], dtype=types, is_pure=True, pack=2)
 
 
 @gluon.jit
-def outward_key(k, e, w):
-    """(k 2^e, k 2^-e, k 2^-e w) of a bf16 tile, likewise"""
-    code: gl.constexpr = """{ .reg .b32 a, b, s, t; shl.b32 a, $3, 16; and.b32 b, $3, 0xffff0000;
-        neg.f32 s, $4; neg.f32 t, $5; ex2.approx.ftz.f32 s, s; ex2.approx.ftz.f32 t, t; mul.f32 s, s, a; mul.f32 t, t, b;
-        cvt.rn.bf16x2.f32 $1, t, s; mul.f32 s, s, $6; mul.f32 t, t, $7; cvt.rn.bf16x2.f32 $2, t, s;
-        ex2.approx.ftz.f32 s, $4; ex2.approx.ftz.f32 t, $5; mul.f32 a, a, s; mul.f32 b, b, t; cvt.rn.bf16x2.f32 $0, b, a; }"""
-    types: gl.constexpr = (gl.bfloat16, gl.bfloat16, gl.bfloat16)
-    return gl.inline_asm_elementwise(code, "=&r,=&r,=&r,r,r,r,r,r", [k, e, w], dtype=types, is_pure=True, pack=2)
+def scaled(x, up):
+    """x up of a bf16 tile, rounded to bf16"""
+    code: gl.constexpr = """{ .reg .b32 a, b; shl.b32 a, $1, 16; and.b32 b, $1, 0xffff0000;
+        mul.f32 a, a, $2; mul.f32 b, b, $3; cvt.rn.bf16x2.f32 $0, b, a; }"""
+    return gl.inline_asm_elementwise(code, "=r,r,r,r", [x, up], dtype=gl.bfloat16, is_pure=True, pack=2)
 
 
 @gluon.jit
