@@ -143,6 +143,19 @@ def test_zero_beta(device):
     check(case)
 
 
+def test_without_norms(device):
+    """Rows of zeros have gradients; long keys beside betas of almost nothing stay in range."""
+    case = small("init", device, qk_l2norm=False)
+    for name in ("q", "k"):
+        case.args[name] = case.args[name].clone()
+        case.args[name][:, 3:6] = 0.0
+    check(case)
+    case = small("zero", device, raw=False, qk_l2norm=False)
+    case.args["k"] = case.args["k"] * 3
+    case.args["beta"] = case.args["beta"] * 2.0**-24
+    check(case)
+
+
 @pytest.mark.parametrize("bounded", [True, False])
 @pytest.mark.parametrize("regime", ["random", "init", "extreme"])
 def test_causality(device, regime, bounded):

@@ -115,7 +115,7 @@ def row_norms(buf, length, F: gl.constexpr):
     for c in gl.static_range(F.K // 32):
         x, xt = both_operands(tile, 0, c)
         gram = mma_v2(x, xt, gram)
-    n = rsqrt(gl.sum(gl.where(i == j, gram, 0.0), axis=2) + (1e-6 if F.l2norm else 1e-30))
+    n = rsqrt(gl.sum(gl.where(i == j, gram, 0.0), axis=2) + (1e-6 if F.l2norm else 2.0**-40))
     b = gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(2, mma)))[:, None]
     i = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, mma)))[None, :]
     n = gl.where(b % 2 * 16 + i < length, n, 0.0)

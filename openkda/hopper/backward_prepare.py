@@ -183,7 +183,7 @@ def prepare_chunk_kernel(
     bits = tl.where(live[:, None], decay_bits(x, gate_rate(A_log_ptr, h), lower_bound, GATE, ANY), 0.0)
     G = tl.cumsum(bits, axis=0)
     last = tl.sum(bits, 0)
-    EPS: tl.constexpr = 1e-6 if L2NORM else 1e-30
+    EPS: tl.constexpr = 1e-6 if L2NORM else 2.0**-40  # a row of zeros has a gradient: its factors must stay in range
     nq = tl.where(live, tl.rsqrt(tl.sum(q * q, 1) + EPS), 0.0)
     nk = tl.where(live, tl.rsqrt(tl.sum(k * k, 1) + EPS), 0.0)
     fq = tl.where(live, scale, 0.0)  # what the normalised rows are multiplied with
@@ -201,7 +201,7 @@ def prepare_chunk_kernel(
             tl.store(cut_ptr + entry, tl.min(tl.where(tl.min(G, 1) < -2.0 * shift, rows, C), 0))
     up = exp2(N + shift)  # 2^G = up 2^-shift
     down = exp2(-N - shift)  # 2^(G_C - G) = down 2^(G_C + shift)
-    qx = q * (up * nq[:, None])
+    qx = q * nq[:, None] * up  # in this order: up nq may leave the range
     kx = (k * up).to(element)
     ky = k * down
     if not LEVELS:
