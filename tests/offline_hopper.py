@@ -1,6 +1,8 @@
 """What the offline compilation test compiles of the Hopper forward: every kernel that dispatch can choose for a bounded gate, and the two
 forward kernels of an unbounded one."""
 
+import re
+
 import torch
 from offline import CAPABILITY
 
@@ -11,6 +13,7 @@ from openkda.testing import make_case
 SHAPES = (
     dict(T=128, H=8), dict(T=1024, H=4), dict(T=2048, H=12), dict(T=8192, H=8), dict(T=512, H=96), dict(T=64, H=200), dict(T=8192, H=40),
 )  # fmt: skip
+PARAMETER = re.compile(r"\.param (?:\.align \d+ )?\.[a-z](\d+) (?:\.ptr \.global \.align \d+ )?\w+_param_\d+(?:\[(\d+)\])?")
 
 
 def compile_hopper(target: str, shapes: tuple[dict, ...] = SHAPES, bounded: bool = True) -> None:
@@ -19,7 +22,8 @@ def compile_hopper(target: str, shapes: tuple[dict, ...] = SHAPES, bounded: bool
         problem, _ = make_case("init", T=64, H=2, K=128, dtype=torch.bfloat16, state_v_first=True, bounded=bounded).described()
         problem = problem.replace(device_type="cuda", capability=CAPABILITY[target], **shape, HV=shape["H"])
         for one in launch.launches(problem, choose(problem), None, (torch.float32, torch.float32, None))[0]:
-            one.compile()
+            sizes = [int(array or bits) // (1 if array else 8) for bits, array in PARAMETER.findall(one.compile().asm["ptx"])]
+            assert sizes == one.parameters().sizes, one.name
 
 
 def compile_any_gate(target: str) -> None:

@@ -1,13 +1,15 @@
 """The Hopper backend without a GPU: what it refuses and why, how calls are cut, and what its kernels compile to."""
 
+import ctypes
+import struct
 from itertools import pairwise, product
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from openkda.hopper import launch, runtime, why_not
-from openkda.hopper.compat import raw_launch
+from openkda.hopper import driver, kept, launch, runtime, why_not
+from openkda.hopper.compat import Loaded, loaded
 from openkda.hopper.config import COSTS, SHARED_BYTES, STEP, Cut, choose, expected, group_bytes, makespan
 from openkda.hopper.runtime import Launch, Matrix, Pointer, Ready
 from openkda.hopper.scan import DROP_BITS
@@ -97,24 +99,19 @@ def test_form_of_the_scores(problem):
     assert choose(problem.replace(dtype=torch.float16)).forward.form == "levels"
 
 
-@pytest.mark.parametrize("descriptors", [0, 1])
-def test_raw_launch_of_kernels_with_and_without_tensor_maps(descriptors):
-    """Triton's launcher is a plain function, or a wrapper around it that builds tensor maps: both end in the plain one."""
-
-    def wrap(launcher):
-        return lambda *args: launcher(*args)
-
-    meta = [dict(swizzle=3, elem_size=2, elem_type=0, block_size=[16, 64])] * descriptors
-    plain = wrap(min) if descriptors else max  # a builtin has no closure
-    run = SimpleNamespace(launch=plain, launch_cooperative_grid=False, launch_pdl=True)
-    compiled = SimpleNamespace(
-        run=run, function=7, packed_metadata=(4, 1, 0), metadata=SimpleNamespace(tensordesc_meta=meta),
-        src=SimpleNamespace(fn=SimpleNamespace(arg_names=["x", "num_warps"])),
-    )  # fmt: skip
-    launcher, fixed, maps, unused = raw_launch(compiled)
-    assert launcher is (min if descriptors else max)
-    assert fixed == (7, False, True, None, None, (4, 1, 0), None, None, None) and unused == (None,)
-    assert len(maps) == descriptors
+def test_kernels_are_loaded_as_they_were_compiled(monkeypatch):
+    """Threads and shared memory from the metadata, tensor maps in the driver's numbers; what the launcher does not provide is refused."""
+    seen = []
+    utils = SimpleNamespace(load_binary=lambda *args: (seen.append(args), (1, 77, 0, 0, 512))[1])
+    monkeypatch.setattr("triton.runtime.driver._active", SimpleNamespace(utils=utils))
+    metadata = dict(shared=1000, num_warps=16, num_ctas=1, global_scratch_size=0, profile_scratch_size=0)
+    maps = dict(swizzle=3, elem_size=2, elem_type=10, block_size=[16, 64])
+    found = loaded("name", b"binary", metadata | dict(tensordesc_meta=[maps]), 0)
+    assert found == Loaded(77, 512, 1000, ((9, 2, 3, (16, 64)),)) and seen == [("name", b"binary", 1000, 0)]
+    assert loaded("name", b"binary", metadata, 0).maps == ()
+    for change, word in ((dict(num_ctas=2), "clusters"), (dict(global_scratch_size=8), "scratch"), (dict(num_warps=32), "threads")):
+        with pytest.raises(RuntimeError, match=word):
+            loaded("name", b"binary", metadata | change, 0)
 
 
 PARAMETERS = (torch.float32, torch.float32, None)  # dtypes of A_log, dt_bias and cu_seqlens
@@ -145,28 +142,64 @@ def test_lengths_and_strides_compile_nothing_new(problem):
     assert len(keys) == 1
 
 
-def test_bound_arguments_are_addresses_and_sizes(monkeypatch):
-    monkeypatch.setattr(runtime, "_tensor_map", lambda *a: a)
+def test_bound_arguments_lie_as_the_driver_reads_them(monkeypatch):
+    monkeypatch.setattr(runtime, "tensor_map", lambda *a: repr(a).encode().ljust(128)[:128])
     matrix = Matrix(1, torch.bfloat16, rows=40, columns=256, stride=512, box_rows=16, box_columns=128)
     one = Launch(None, (3, 2, 1), (matrix, Pointer(0, torch.float32, 64), None, 7, 0.5), ("tiles",), 4, True)
-    ready = Ready(one, max, ("function",), (("kind",),), (None,))
-    run, grid, rest = ready.bind((1000, 2000))
-    assert (run, grid) == (max, (3, 2, 1))
-    assert rest == ("function", (2000, ("kind",), 40, 256, 512), 40, 256, 512, 1, 1064, None, 7, 0.5, "tiles", None)
+    ready = Ready(one, Loaded(99, 512, 1000, ((9, 2, 3, (16, 64)),)), one.parameters())
+    reference, function, memory, extra = ready.bind((1000, 2000), 55)
+    config = reference._obj
+    assert (tuple(config.grid), tuple(config.block), config.shared, config.stream) == ((3, 2, 1), (512, 1, 1), 1000, 55)
+    assert config.count == 1 and config.attributes.contents.id == driver.SERIALIZATION and config.attributes.contents.value[0] == 1
+    assert function.value == 99 and extra is None
+    codes = ["128s", "i", "i", "q", "q", "Q", "i", "f", "Q", "Q"]
+    pointers = struct.unpack_from(f"{len(codes)}Q", memory)
+    found = [struct.unpack("<" + code, ctypes.string_at(at, struct.calcsize("<" + code)))[0] for code, at in zip(codes, pointers)]
+    assert found[0].strip() == b"(2000, 9, 2, 3, (16, 64), 40, 256, 512)"
+    assert found[1:] == [40, 256, 512, 1, 1064, 7, 0.5, 0, 0]
+
+
+def test_a_launch_in_a_thread_without_a_context_is_made_again(monkeypatch):
+    answers, devices = [201, 0, 0, 700], []
+    library = SimpleNamespace(cuLaunchKernelEx=lambda *call: answers.pop(0), cuGetErrorString=lambda code, text: 0)
+    monkeypatch.setattr(driver, "driver", lambda: library)
+    monkeypatch.setattr(torch.cuda, "set_device", devices.append)
+    driver.launch([(1, 2, 3, None), (4, 5, 6, None)], 3)
+    assert devices == [3] and answers == [700]
+    with pytest.raises(RuntimeError, match="failed with 700"):
+        driver.launch([(1, 2, 3, None)], 3)
+
+
+def test_kernels_compiled_before_are_found_by_what_a_launch_depends_on(monkeypatch, tmp_path):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(kept, "place", kept.place.__wrapped__)
+    assert kept.names() == {} and kept.find("launch", "kernel") is None
+    triton = kept.get_cache_manager("ab" * 32)
+    files = {name: triton.put(data, name) for name, data in (("kernel.cubin", b"binary"), ("kernel.json", '{"shared": 3}'))}
+    triton.put_group("kernel.json", files)
+    kept.keep({"launch": "ab" * 32})
+    kept.keep({"another": "cd" * 32})
+    assert kept.find("launch", "kernel") == (b"binary", {"shared": 3})
+    assert kept.find("another", "kernel") is None  # named, but not in the cache
+    (tmp_path / "source.py").write_text("changed")
+    monkeypatch.setattr(kept, "__file__", str(tmp_path / "kept.py"))
+    assert kept.find("launch", "kernel") is None  # of other sources
 
 
 def test_a_plan_keeps_what_it_bound():
     calls = []
 
     class Counting:
-        def bind(self, addresses):
-            calls.append(addresses)
+        def bind(self, addresses, stream):
+            calls.append((stream, addresses))
             return addresses
 
     plan = launch.Plan([Counting()], None, None, None, {})
-    assert plan.bind((1, 2)) is plan.bind((1, 2)) and calls == [(1, 2)]
+    assert plan.bind(7, [1, 2]) is plan.bind(7, [1, 2]) and calls == [(7, [1, 2])]
+    plan.bind(8, [1, 2])
+    assert calls[1:] == [(8, [1, 2])]  # another stream
     for n in range(200):
-        plan.bind((n,))
+        plan.bind(0, [n])
     assert len(plan.bound) <= 64
 
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 
 from openkda.benchmarking import GPU_SHAPES, Shape, make_cases
 from openkda.hopper import config as forms
-from openkda.hopper import launch
+from openkda.hopper import driver, launch
 from openkda.hopper.config import COSTS, Config, Costs, Cut, choose, config_of
 from openkda.problem import Inputs, Problem
 from openkda.timing import eager_ms, graph_ms
@@ -37,15 +38,17 @@ def stages(problem: Problem, inputs: Inputs, chosen: Config) -> list[float]:
     o, final = torch.empty_like(x.v), torch.empty(p.state_shape, device=x.q.device)
     work = None if plan.work is None else torch.empty_like(plan.work, memory_format=torch.contiguous_format)
     tensors = (x.q, x.k, x.v, x.g, x.beta, x.A_log, x.dt_bias, x.initial_state, x.cu_seqlens, o, final, plan.tables, work)
-    calls = plan.bind(tuple(0 if t is None else t.data_ptr() for t in tensors))
+    addresses = [0 if t is None else t.data_ptr() for t in tensors]
+    device = x.q.device.index
 
-    def run(one: tuple) -> None:
-        start, grid, rest = one
-        start(*grid, torch._C._cuda_getCurrentRawStream(x.q.device.index), *rest)
+    def run(number: int) -> None:
+        one = plan.bind(torch._C._cuda_getCurrentRawStream(device), addresses)[number]
+        driver.launch([one], device)
 
-    for one in calls:
-        run(one)
-    return [1e3 * graph_ms([lambda one=one: run(one)], 0.1) for one in calls]
+    numbers = range(len(plan.ready))
+    for number in numbers:
+        run(number)
+    return [1e3 * graph_ms([partial(run, number)], 0.1) for number in numbers]
 
 
 def line(a: tuple[float, float], b: tuple[float, float]) -> tuple[float, float]:

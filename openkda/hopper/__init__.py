@@ -47,20 +47,22 @@ def forward(problem: Problem, inputs: Inputs) -> tuple[torch.Tensor, torch.Tenso
 
 @cache
 def _launcher() -> Callable[[Problem, Inputs], tuple[torch.Tensor, torch.Tensor | None]]:
-    """launch.forward, imported once. The first kernel of a process has Triton hash all of itself and, where its cache is empty, compile its
-    driver: half a second outside Python's lock, which passes beside the imports."""
-    from triton.runtime.cache import triton_key
-    from triton.runtime.driver import driver
+    """launch.forward, imported once. Before it compiles, Triton hashes all of itself and, where its cache is empty, compiles a helper: half
+    a second each, outside Python's lock. Where no kernel of this version was compiled before, both pass beside the imports."""
+    from openkda.hopper import kept
 
-    def prepare() -> None:
-        triton_key()
-        driver.active.utils  # noqa: B018 (made when first looked at)
+    beside = []
+    if not kept.names():
+        from triton.runtime.cache import triton_key
+        from triton.runtime.driver import driver
 
-    beside = Thread(target=prepare)
-    beside.start()
+        beside = [Thread(target=triton_key), Thread(target=lambda: driver.active)]
+    for thread in beside:
+        thread.start()
     from openkda.hopper.launch import forward as launch
 
-    beside.join()
+    for thread in beside:
+        thread.join()
     return launch
 
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
+from typing import NamedTuple
+
 import triton
 from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
 from triton.experimental import gluon
@@ -10,53 +14,67 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-from triton.runtime.jit import MockTensor
+from triton.runtime.jit import JITFunction, MockTensor
 
 __all__ = [
+    "Loaded",
     "MockTensor",
     "TensorDescriptor",
-    "driver_utils",
     "fence_async_shared",
     "gdc_launch_dependents",
     "gdc_wait",
     "gl",
     "gluon",
+    "loaded",
     "mbarrier",
     "mma_v2",
-    "raw_launch",
-    "tensor_map",
+    "tell",
     "tma",
     "warpgroup_mma",
     "warpgroup_mma_wait",
 ]
 
 
-def raw_launch(compiled: object) -> tuple[object, tuple, tuple, tuple]:
-    """(run, fixed, maps, unused) of a compiled kernel: run(x, y, z, stream, *fixed, *arguments, *unused) launches it without Triton's
-    argument handling: a pointer is passed as an integer, a tensor descriptor as its tensor map, sizes and strides. maps holds what
-    `tensor_map` needs for each descriptor; unused stands for parameters that the kernel names but that are given as options."""
-    launcher = compiled.run
-    launch = launcher.launch
-    # A wrapper that builds tensor maps closes over the compiled launcher.
-    if getattr(launch, "__closure__", None) is not None:
-        launch = launch.__closure__[launch.__code__.co_freevars.index("launcher")].cell_contents
-    fixed = (
-        compiled.function, launcher.launch_cooperative_grid, launcher.launch_pdl, None, None, compiled.packed_metadata, None, None, None,
-    )  # fmt: skip
+class Loaded(NamedTuple):
+    """A kernel on the device"""
+
+    function: int  # the driver's handle
+    threads: int  # of a block
+    shared: int  # bytes of a block
+    maps: tuple[tuple, ...]  # what `driver.tensor_map` needs of each tensor map: dtype, bytes of an element, swizzle, box
+
+
+def loaded(name: str, binary: bytes, metadata: dict[str, object], device: int) -> Loaded:
+    """A compiled kernel, loaded on a device, the current one"""
+    if metadata["global_scratch_size"] or metadata["profile_scratch_size"] or metadata["num_ctas"] != 1:
+        raise RuntimeError(f"{name} wants scratch memory or clusters, which its launcher does not provide")
+    shared, threads = metadata["shared"], 32 * metadata["num_warps"]
+    _, function, _, _, most = triton.runtime.driver.active.utils.load_binary(name, binary, shared, device)
+    if threads > most:
+        raise RuntimeError(f"{name} has {threads} threads a block; its registers allow {most}")
     maps = tuple(
-        (m["swizzle"], m["elem_size"], TMA_DTYPE_DEVICE_TO_HOST[m["elem_type"]], tuple(m["block_size"]))
-        for m in (getattr(compiled.metadata, "tensordesc_meta", None) or ())
+        (TMA_DTYPE_DEVICE_TO_HOST[m["elem_type"]], m["elem_size"], m["swizzle"], tuple(m["block_size"]))
+        for m in (metadata.get("tensordesc_meta") or ())
     )
-    unused = (None,) * sum(name == "num_warps" for name in compiled.src.fn.arg_names)
-    return launch, fixed, maps, unused
+    return Loaded(function, threads, shared, maps)
 
 
-def driver_utils() -> object:
-    """Triton's helper module for the CUDA driver"""
-    return triton.runtime.driver.active.utils
+_reader = threading.local()
 
 
-def tensor_map(pointer: int, kind: tuple, rows: int, columns: int, stride: int) -> object:
-    """The copy engine's description of a matrix"""
-    swizzle, size, dtype, box = kind
-    return driver_utils().fill_tma_descriptor(pointer, swizzle, size, dtype, list(box), [rows, columns], [stride, 1], 0)
+class TellingSource:
+    """Before one of Triton's classes of sources: tells its thread when it has been read"""
+
+    def make_ir(self, *args: object) -> object:
+        found = super().make_ir(*args)
+        _reader.read()
+        return found
+
+
+def tell(kernel: JITFunction, read: Callable[[], None]) -> None:
+    """Have `read` called when a source of the kernel, compiled in this thread, has been read. That is a fifth of a compilation and all of
+    it that is Python; the rest runs outside Python's lock."""
+    _ = kernel.device_caches[triton.runtime.driver.active.get_current_device()]  # names the class of its source when first looked at
+    if not issubclass(kernel.ASTSource, TellingSource):
+        kernel.ASTSource = type("Source", (TellingSource, kernel.ASTSource), {})
+    _reader.read = read

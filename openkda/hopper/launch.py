@@ -14,6 +14,8 @@ import torch
 
 from openkda.hopper import prefill, segments
 from openkda.hopper.config import BLOCK, MULTIPROCESSORS, STEP, Config, Tiles, choose
+from openkda.hopper.driver import Call
+from openkda.hopper.driver import launch as run
 from openkda.hopper.runtime import Launch, Matrix, Pointer, Ready, load
 from openkda.problem import Inputs, Problem
 
@@ -135,15 +137,16 @@ class Plan(NamedTuple):
     final: torch.Tensor | None  # what final_state looks like, one element expanded: `empty_like` takes half the time of `empty`
     work: torch.Tensor | None  # the same of the workspace
     tables: torch.Tensor | None  # segment tables of a fixed batch
-    bound: dict[tuple[int, ...], list[tuple]]  # by the addresses of the operands: what to launch
+    bound: dict[tuple[int, ...], list[Call]]  # by stream and addresses of the operands: what to launch
 
-    def bind(self, addresses: tuple[int, ...]) -> list[tuple]:
+    def bind(self, stream: int, addresses: Sequence[int]) -> list[Call]:
         """What to launch on operands at these addresses"""
-        found = self.bound.get(addresses)
+        key = (stream, *addresses)
+        found = self.bound.get(key)
         if found is None:
             if len(self.bound) >= 64:
                 self.bound.clear()
-            found = self.bound[addresses] = [x.bind(addresses) for x in self.ready]
+            found = self.bound[key] = [x.bind(addresses, stream) for x in self.ready]
         return found
 
 
@@ -208,12 +211,10 @@ def forward(problem: Problem, inputs: Inputs, config: Config | None = None) -> t
     filled = not p.varlen or (x.lengths is not None and sum(x.lengths) == p.T)
     o = (torch.empty_like if filled else torch.zeros_like)(x.v, memory_format=torch.contiguous_format)
     final, work = [t if t is None else torch.empty_like(t, memory_format=torch.contiguous_format) for t in (found.final, found.work)]
-    calls = found.bind((*addresses, *[0 if t is None else t.data_ptr() for t in (o, final, found.tables, work)]))
+    addresses += [0 if t is None else t.data_ptr() for t in (o, final, found.tables, work)]
     if found.tables is not None and torch.cuda.is_current_stream_capturing():
         _recorded[found.tables.data_ptr()] = found.tables
-    stream = torch._C._cuda_getCurrentRawStream(device.index)
-    for run, grid, rest in calls:
-        run(*grid, stream, *rest)
+    run(found.bind(torch._C._cuda_getCurrentRawStream(device.index), addresses), device.index)
     return o, final
 
 

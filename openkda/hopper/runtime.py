@@ -2,21 +2,24 @@
 
 Triton's own launch path rebuilds a tensor map per descriptor and call (10 us each), binds arguments anew (20 to 40 us a launch) and asks
 the driver about every pointer. Here a `Launch` describes one kernel launch with its arguments by name; `load` compiles what is missing,
-all kernels at once, and `Ready.bind` puts addresses in. Launching what is bound is one call into Triton's compiled launcher."""
+all kernels at once, and `Ready.bind` puts addresses in. What is bound is one call into the driver (driver.py)."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
+from threading import Event
 from typing import NamedTuple
 
 import torch
 import triton
 
-from openkda.hopper.compat import MockTensor, TensorDescriptor, driver_utils, gl, raw_launch, tensor_map
+from openkda.hopper import kept
+from openkda.hopper.compat import Loaded, MockTensor, TensorDescriptor, gl, loaded, tell
+from openkda.hopper.driver import MAP_BYTES, Call, Parameters, prepared, tensor_map
+from openkda.hopper.driver import launch as run
 
 
 class Pointer(NamedTuple):
@@ -64,11 +67,33 @@ class Launch:
         kinds = tuple(_kind(x) for x in self.args)
         return (self.kernel, self.constants, self.num_warps, self.pdl, self.registers, kinds)
 
+    @property
+    def name(self) -> str:
+        """The key as a text that another process can look up"""
+        _, *rest = self.key
+        return repr((self.kernel.fn.__module__, self.kernel.fn.__name__, *rest))
+
+    @property
+    def width(self) -> int:
+        """Columns of all tiles: kernels with more of them take longer to compile"""
+        return sum(x.box_columns for x in self.args if isinstance(x, Matrix))
+
     def compile(self) -> object:
         """Triton's compiled kernel, from its caches where it is there"""
         args = [x.descriptor() if isinstance(x, Matrix) else MockTensor(x.dtype) if isinstance(x, Pointer) else x for x in self.args]
         options = dict(num_warps=self.num_warps, launch_pdl=self.pdl, maxnreg=self.registers)
         return self.kernel.warmup(*args, *self.constants, grid=self.grid, **options)
+
+    def parameters(self) -> Parameters:
+        """The kernel's parameters: None and constants are none, a tensor map comes with its sizes and strides, and two addresses of scratch
+        memory, which these kernels do not have, are the last"""
+        codes: list[str] = []
+        for x in self.args:
+            if isinstance(x, Matrix):
+                codes += (f"{MAP_BYTES}s", "i", "i", "q", "q")
+            elif x is not None:
+                codes.append("Q" if isinstance(x, Pointer) else "f" if isinstance(x, float) else "i")
+        return Parameters([*codes, "Q", "Q"])
 
 
 def _kind(x: object) -> object:
@@ -81,50 +106,51 @@ class Ready(NamedTuple):
     """A launch whose kernel is on the device"""
 
     launch: Launch
-    run: Callable[..., None]  # Triton's compiled launcher: run(x, y, z, stream, *fixed, *arguments)
-    fixed: tuple  # function, launch attributes, metadata
-    maps: tuple[tuple, ...]  # what `tensor_map` needs for each Matrix
-    unused: tuple  # trailing parameters that are given as options
+    loaded: Loaded
+    parameters: Parameters
 
-    def bind(self, addresses: Sequence[int]) -> tuple[Callable[..., None], tuple[int, int, int], tuple]:
-        """(run, grid, rest): run(*grid, stream, *rest) launches it on operands at these addresses."""
-        flat: list[object] = []
-        kinds = iter(self.maps)
+    def bind(self, addresses: Sequence[int], stream: int) -> Call:
+        """What launches it on operands at these addresses"""
+        values: list[object] = []
+        kinds = iter(self.loaded.maps)
         for x in self.launch.args:
             if isinstance(x, Matrix):
-                found = _tensor_map(addresses[x.operand], next(kinds), x.rows, x.columns, x.stride)
-                flat += (found, x.rows, x.columns, x.stride, 1)
-            else:
-                flat.append(addresses[x.operand] + x.offset if isinstance(x, Pointer) else x)
-        return self.run, self.launch.grid, (*self.fixed, *flat, *self.launch.constants, *self.unused)
+                found = tensor_map(addresses[x.operand], *next(kinds), x.rows, x.columns, x.stride)
+                values += (found, x.rows, x.columns, x.stride, 1)
+            elif x is not None:
+                values.append(addresses[x.operand] + x.offset if isinstance(x, Pointer) else x)
+        memory = self.parameters.pack([*values, 0, 0])
+        return prepared(self.loaded.function, self.launch.grid, self.loaded.threads, self.loaded.shared, self.launch.pdl, stream, memory)
 
 
-_loaded: dict[tuple, tuple] = {}
-_tensor_map = lru_cache(maxsize=4096)(tensor_map)
+_loaded: dict[tuple, tuple[Loaded, Parameters]] = {}
 
 
 def load(launches: Sequence[Launch], device: int) -> list[Ready]:
-    """The launches with their kernels loaded on a device. Kernels that were never needed before are compiled side by side: most of a
-    compilation runs outside Python's lock, so that three take little longer than one."""
-    missing = {(device, x.key): x for x in launches}
-    missing = {key: x for key, x in missing.items() if key not in _loaded}
+    """The launches with their kernels loaded on a device, the current one. Kernels that were never needed before are compiled side by side,
+    so that three take little longer than one: the longest first, each as soon as Python is done with the one before."""
+    missing = {x.key: x for x in launches if (device, x.key) not in _loaded}
+    found = {key: kept.find(x.name, x.kernel.fn.__name__) for key, x in missing.items()}
+    order = sorted((x for key, x in missing.items() if found[key] is None), key=lambda x: x.width, reverse=True)
 
-    def fetch(x: Launch) -> tuple:
-        with torch.cuda.device(device):  # the current device is a thread's own
-            return raw_launch(x.compile())
-
-    if len(missing) > 1:
-        driver_utils()  # compiled by whoever needs it first: once, before the threads
-        # A kernel's first fifth is Python. Taken in turns, all of them would come to the rest late.
-        interval = sys.getswitchinterval()
-        sys.setswitchinterval(1.0)
+    def compiled(x: Launch, turn: Event, next_turn: Event) -> object:
+        turn.wait()
         try:
-            with ThreadPoolExecutor(len(missing)) as pool:
-                _loaded.update(zip(missing, pool.map(fetch, missing.values())))
+            with torch.cuda.device(device):  # the current device is a thread's own
+                tell(x.kernel, next_turn.set)
+                return x.compile()
         finally:
-            sys.setswitchinterval(interval)
-    else:
-        _loaded.update((key, fetch(x)) for key, x in missing.items())
+            next_turn.set()
+
+    if order:
+        turns = [Event() for _ in range(len(order) + 1)]
+        turns[0].set()
+        with ThreadPoolExecutor(len(order)) as pool:
+            kernels = list(pool.map(compiled, order, turns, turns[1:]))
+        kept.keep({x.name: kernel.hash for x, kernel in zip(order, kernels)})
+        found |= {x.key: (kernel.kernel, kernel.metadata._asdict()) for x, kernel in zip(order, kernels)}
+    for key, x in missing.items():
+        _loaded[device, key] = loaded(x.kernel.fn.__name__, *found[key], device), x.parameters()
     return [Ready(x, *_loaded[device, x.key]) for x in launches]
 
 
@@ -135,5 +161,24 @@ def _ready(make: Callable[..., Launch], key: tuple, device: int) -> Ready:
 
 def start(make: Callable[..., Launch], key: tuple, operands: Sequence[torch.Tensor | None], device: torch.device) -> None:
     """Launch make(*key) on these operands. key holds all that the launch depends on besides addresses: it is made once."""
-    run, grid, rest = _ready(make, key, device.index).bind([0 if x is None else x.data_ptr() for x in operands])
-    run(*grid, torch._C._cuda_getCurrentRawStream(device.index), *rest)
+    if device.type == "cpu":  # Triton's interpreter, which takes tensors
+        x = make(*key)
+        args = [operands[a.operand] if isinstance(a, Pointer) else a for a in x.args]
+        x.kernel[x.grid](*args, *x.constants, num_warps=x.num_warps)
+        return
+    addresses = [0 if x is None else x.data_ptr() for x in operands]
+    stream = torch._C._cuda_getCurrentRawStream(device.index)
+    run([_ready(make, key, device.index).bind(addresses, stream)], device.index)
+
+
+def plain(kernel: triton.JITFunction, grid: tuple[int, int, int], dtypes: tuple, numbers: tuple, constants: tuple) -> Launch:
+    """A launch by 4 warps whose parameters are its operands in order (dtypes; None: absent), then numbers, then constants."""
+    return Launch(kernel, grid, (*(None if x is None else Pointer(i, x) for i, x in enumerate(dtypes)), *numbers), constants, 4)
+
+
+def launch(
+    kernel: triton.JITFunction, grid: tuple[int, int, int], operands: Sequence[torch.Tensor | None], numbers: tuple, constants: tuple
+) -> None:
+    """Launch a `plain` kernel. Operands are 16-byte aligned."""
+    device = next(x.device for x in operands if x is not None)
+    start(plain, (kernel, grid, tuple(x if x is None else x.dtype for x in operands), numbers, constants), operands, device)
