@@ -104,11 +104,11 @@ class Costs:
     state: float  # of the state-only passes
     start: float = 11.6
     half_start: float = 10.2
-    entry_start: float = 13.3  # of a forward block that reads its entry state
-    tail_start: float = 7.4  # of the pass over the tails
-    summary_start: float = 17.2  # of the pass over segments, which writes (b, M)
+    entry_start: float = 14.5  # of a forward block that reads its entry state
+    tail_start: float = 8.0  # of the pass over the tails
+    summary_start: float = 19.0  # of the pass over segments, which writes (b, M)
     idle: float = 2.1  # a launch whose blocks leave at once, per wave of them
-    link: float = 1.53  # a link of the chain of summaries
+    link: float = 1.56  # a link of the chain of summaries
     gap: float = 4.0  # between a forward with own tails and what serves the rest
 
     def slower(self, factor: float) -> Costs:
@@ -116,8 +116,8 @@ class Costs:
         return replace(self, **{name: factor * getattr(self, name) for name in ("full", "half", "own", "state")})
 
 
-PRODUCT = Costs(full=2.03, half=1.47, own=1.94, state=2.64)
-COSTS = {"product": PRODUCT, "halves": PRODUCT.slower(1.2), "levels": PRODUCT.slower(3.0)}
+PRODUCT = Costs(full=1.83, half=1.32, own=1.8, state=2.33)
+COSTS = {"product": PRODUCT, "halves": replace(PRODUCT.slower(1.18), state=3.15), "levels": PRODUCT.slower(2.85)}
 WORTH = 0.95  # of the time of an unsplit run: what a cut must promise
 
 
