@@ -4,7 +4,7 @@ import torch
 from offline import CAPABILITY
 
 from openkda.autograd import TENSORS
-from openkda.hopper import backward_fused, backward_operands, backward_scan
+from openkda.hopper import backward_fused, backward_fused_levels, backward_operands, backward_scan
 from openkda.hopper.backward_config import Scans
 from openkda.hopper.gradients import gradients
 from openkda.testing import make_case
@@ -31,7 +31,7 @@ def compile_segments(target: str) -> None:
 
 def compile_gradients(target: str) -> None:
     """Compile the gradients of every problem above."""
-    backward_operands.start = backward_fused.start = compile_only
+    backward_operands.start = backward_fused.start = backward_fused_levels.start = compile_only
     for options in PROBLEMS.values():
         problem, inputs = make_case("random", **{**dict(T=73, H=2, K=128, V=128, dtype=torch.bfloat16), **options}).described()
         problem = problem.replace(device_type="cuda", capability=CAPABILITY[target])

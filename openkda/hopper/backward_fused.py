@@ -36,6 +36,7 @@ from openkda.hopper.backward_tiles import (
     channel_sums,
     clear_rows,
     form,
+    gate_constants,
     hold,
     inverse,
     of_chunks,
@@ -46,6 +47,7 @@ from openkda.hopper.backward_tiles import (
     sums_from_first,
     sums_from_last,
     to_bf16,
+    token_decay,
     total_sums,
     widen,
 )
@@ -59,7 +61,6 @@ from openkda.portable.tile import as_rows
 from openkda.problem import Inputs, Problem
 
 WARPS = 8
-LEAST_BITS = gl.constexpr(-SPAN.value)
 CUT_BITS = gl.constexpr(CUT.value * 1.4426950408889634)
 
 
@@ -120,19 +121,6 @@ def request_states(src, buf, entry, first, HV, F: gl.constexpr):
     tma.async_copy_global_to_shared(src.do, [first, head * V], buf.states, buf.dd.slice(0, 32, dim=0))
     tma.async_copy_global_to_shared(src.dv, [first, head * V], buf.states, buf.dd.slice(32, 32, dim=0))
     tma.async_copy_global_to_shared(src.dh, [entry * V, 0], buf.states, buf.dh)
-
-
-@gluon.jit
-def token_decay(gate, slope, offset, factor, L: gl.constexpr, F: gl.constexpr):
-    """log2 of each token's decay [K, 32] from the gate's tile, but for the factor where the gate is bounded; else held at -SPAN"""
-    x = widen(gate.permute((1, 0)).load(L))
-    if F.gate == "bounded":
-        x = rcp(1.0 + ex2(x * slope + offset[:, None]))
-    elif F.gate == "softplus":
-        x = softplus2(x * slope + offset[:, None])
-    if F.any:
-        x = hold(x * factor, LEAST_BITS)
-    return x
 
 
 @gluon.jit
@@ -265,19 +253,7 @@ def fused_gradients_kernel(
     if length > 0:
         request_inputs(src, buf, entry, first, HV, group, F)
         request_states(src, buf, entry, first, HV, F)
-        rate = 1.0
-        if A_log_ptr is not None:
-            rate = gl.exp(gl.load(A_log_ptr + head).to(gl.float32))
-        bias = gl.zeros([K], gl.float32, gl.SliceLayout(1, L))
-        if dt_bias_ptr is not None:
-            bias = gl.load(dt_bias_ptr + head * K + channel).to(gl.float32)
-        slope = rate * 0.0 + LOG2E if F.gate == "softplus" else rate * -LOG2E
-        offset = bias * slope
-        factor = rate * 0.0 + LOG2E
-        if F.gate == "bounded":
-            factor = lower_bound * LOG2E
-        elif F.gate == "softplus":
-            factor = -rate
+        rate, bias, slope, offset, factor = gate_constants(A_log_ptr, dt_bias_ptr, head, channel, lower_bound, F)
         norms = norms_ptr + entry.to(gl.int64) * 64
         nq = gl.load(norms + token)
         nk = gl.load(norms + 32 + token)

@@ -9,7 +9,7 @@ last row: no factor is above 1. With the rows of q and k times x, rounded to bf1
 and the diagonal of dZ without a factor. dG multiplies by the tiles as rounded and its sums stay within this kernel: both ends of a pair
 cancel to fp32 rounding. All that follows is linear, the norms' projection and the gate's chain too: results are read, added to, written.
 
-Grid (head times chunk,); a chunk without such rows ends at once. Tiles [C, K]: fp32 q, k, G and the sums dq, dk, dG and two for the norms.
+Grid (head times chunk,); a chunk without such rows ends at once. Tiles [C, K]: fp32 q, k, G and the sums dq, dk, dG.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def add_tile(ptr, x, mask):
 
 @triton.jit
 def level_pairs(q, k, G, dZ, dA, C: tl.constexpr, K: tl.constexpr):
-    """Of normalised rows q, k [C, K] fp32 and dZ, dA [C, C] bf16: dq, dk, q dq, k dk, dG, [C, K] each."""
+    """Of normalised rows q, k [C, K] fp32 and dZ, dA [C, C] bf16: dq, dk, dG [C, K]."""
     element: tl.constexpr = dZ.dtype
     r = tl.arange(0, C)[:, None]
     i = tl.arange(0, C)[None, :]
@@ -42,8 +42,6 @@ def level_pairs(q, k, G, dZ, dA, C: tl.constexpr, K: tl.constexpr):
     kx = k.to(element)
     dq = tl.dot(own, kx)
     dk = tl.dot(own, qx)
-    along_q = q * dq
-    along_k = k * dk
     dG = tl.zeros([C, K], tl.float32)
     for level in tl.static_range(5):
         pairs = pair_mask(r, i, 2**level)
@@ -54,17 +52,11 @@ def level_pairs(q, k, G, dZ, dA, C: tl.constexpr, K: tl.constexpr):
         kx = (k * x).to(element)
         by_q = tl.dot(Z, kx)
         dq += x * by_q
-        by_q *= qx.to(tl.float32)
-        along_q += by_q
-        dG += by_q
         by_k = tl.dot(A, kx)
         to_k = tl.dot(tl.trans(A), kx, acc=tl.dot(tl.trans(Z), qx))
         dk += x * (by_k + to_k)
-        by_k *= kx.to(tl.float32)
-        to_k *= kx.to(tl.float32)
-        along_k += by_k + to_k
-        dG += by_k - to_k
-    return dq, dk, along_q, along_k, dG
+        dG += qx.to(tl.float32) * by_q + kx.to(tl.float32) * (by_k - to_k)
+    return dq, dk, dG
 
 
 @triton.jit(do_not_specialize=["HV", "group", "partials"])
@@ -78,7 +70,7 @@ def level_gradients_kernel(
     dA_log_ptr, ddt_bias_ptr,  # [NC, HV, partials], [NC, HV, K] fp32, added to, or None
     chunks_ptr,  # [NC, 4] int32
     q_row, q_head, k_row, k_head, g_row, g_head, HV, group, partials,
-    sizes: tl.constexpr, K: tl.constexpr, C: tl.constexpr, GATE: tl.constexpr, PROJECT: tl.constexpr,
+    sizes: tl.constexpr, K: tl.constexpr, C: tl.constexpr, GATE: tl.constexpr,
 ):  # fmt: skip
     entry = tl.program_id(0).to(tl.int64)
     h = entry % HV
@@ -106,10 +98,7 @@ def level_gradients_kernel(
     dZ = tl.where(late, tl.load(pairs_ptr), 0.0)
     dA = tl.where(late, tl.load(pairs_ptr + C * C), 0.0)
     size = tl.load(size_ptr + entry * sizes)
-    dq, dk, along_q, along_k, dG = level_pairs(q, k, G, dZ, dA, C, K)
-    if PROJECT:
-        dq -= q * tl.sum(along_q, 1)[:, None]
-        dk -= k * tl.sum(along_k, 1)[:, None]
+    dq, dk, dG = level_pairs(q, k, G, dZ, dA, C, K)
     tile = (first * HV + h) * K + rows[:, None] * (HV * K) + cols[None, :]
     mask = live[:, None]
     add_tile(dq_ptr + tile, dq * (nq * size)[:, None], mask)
@@ -127,12 +116,10 @@ def level_gradients_kernel(
 def level_gradients(
     problem: Problem, plan: Plan, inputs: Inputs, norms: torch.Tensor, cut: torch.Tensor, pairs: torch.Tensor, size: torch.Tensor,
     dq: torch.Tensor, dk: torch.Tensor, dg: torch.Tensor, dA_log: torch.Tensor | None, ddt_bias: torch.Tensor | None,
-    *, project: bool,
 ) -> None:  # fmt: skip
     """Add to dq, dk (per value head), dg [B, T, HV, K] and the partial sums dA_log [NC, HV, n], ddt_bias [NC, HV, K].
 
-    Args: norms, cut as Prepared; pairs [NC, HV, 2, C, C] over size; size [NC, HV, n] fp32, the first of the last axis;
-    project: whether these pairs' part of the L2 norms' projection is still to be taken off."""
+    Args: norms, cut as Prepared; pairs [NC, HV, 2, C, C] over size; size [NC, HV, n] fp32, the first of the last axis."""
     HV, K, NC = problem.HV, problem.K, plan.num_chunks
     q, k, g = (as_rows(x) for x in (inputs.q, inputs.k, inputs.g))
     if NC:
@@ -140,5 +127,5 @@ def level_gradients(
             q, k, g, contiguous(inputs.A_log), contiguous(inputs.dt_bias), norms, cut, pairs, size, dq, dk, dg, dA_log, ddt_bias,
             plan.chunks, q.stride(0), q.stride(1), k.stride(0), k.stride(1), g.stride(0), g.stride(1), HV, problem.group,
             1 if dA_log is None else dA_log.shape[2], sizes=size.stride(1), K=K, C=C, GATE=problem.gate,
-            PROJECT=project and problem.qk_l2norm, num_warps=8,
+            num_warps=8,
         )  # fmt: skip

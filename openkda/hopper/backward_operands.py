@@ -7,7 +7,11 @@ X from its blocks of 16: X = (X_1, 0; X_2 A_21 X_1, X_2), X_1 and X_2 by doublin
 
 Grid (chunk times head,), heads first; 4 warps, four blocks a multiprocessor. Tiles stand transposed in registers, channels by tokens, as in
 backward_fused.py: 32 channels a warp, sums over tokens inside four threads, all tiles moved by the copy engine and the matrix loads.
-Norms are diagonals of Gram matrices on the matrix unit. qx, kx take the place of q, k; qg that of the gate; w that of ky."""
+Norms are diagonals of Gram matrices on the matrix unit. qx, kx take the place of q, k; qg that of the gate; w that of ky.
+
+Gates without a bound: see backward_prepare.py. A second launch, compiled for `levels`, ends at once where a chunk is not cut, else writes
+kg, and Aqk, T and w of the rows from the cut on. Each level's pairs are a product of its own; its factor is multiplied into q and k in
+place."""
 
 from __future__ import annotations
 
@@ -16,7 +20,22 @@ from typing import NamedTuple
 import torch
 
 from openkda.hopper.backward_prepare import C, Prepared, half_span
-from openkda.hopper.backward_tiles import DEAD, bounds, clear_rows, form, inverse, of_chunks, of_tokens, sums_from_first, to_bf16, widen
+from openkda.hopper.backward_tiles import (
+    DEAD,
+    bounds,
+    clear_rows,
+    form,
+    gate_constants,
+    hold,
+    inverse,
+    level_factor,
+    of_chunks,
+    of_tokens,
+    sums_from_first,
+    to_bf16,
+    token_decay,
+    widen,
+)
 from openkda.hopper.blocks import both_operands, invert, places
 from openkda.hopper.compat import fence_async_shared, gl, gluon, mbarrier, mma_v2, tma, warpgroup_mma, warpgroup_mma_wait
 from openkda.hopper.launch import dense, packed_rows
@@ -28,6 +47,7 @@ from openkda.problem import Inputs, Problem
 
 WARPS = 4
 REGISTERS = 128  # a thread: four blocks a multiprocessor
+LEVEL_REGISTERS = 168  # three
 
 
 class Maps(NamedTuple):
@@ -138,10 +158,37 @@ def inverse_blocks(buf):
     return gl.where(b == 1, below, gl.where(b == 2, 0.0, X))
 
 
+@gluon.jit
+def level_products(buf, G, nq, nk, L: gl.constexpr):
+    """(q; k) k^T [64, 32] of normalised rows with their decay, by levels; the diagonal as it is"""
+    S = gl.zeros([64, 32], gl.float32, L)
+    r = gl.arange(0, 64, layout=gl.SliceLayout(1, L))[:, None] % 32
+    i = gl.arange(0, 32, layout=gl.SliceLayout(0, L))[None, :]
+    q = buf.qk.slice(0, 32, dim=0).permute((1, 0))
+    k = buf.qk.slice(32, 32, dim=0).permute((1, 0))
+    query = q.load(L)
+    key = k.load(L)
+    for n in range(6):
+        level = gl.maximum(n - 1, 0)
+        x = gl.where(n == 0, 1.0, level_factor(G, level))
+        pairs = ((r >> level) == (i >> level) + 1) & ((r >> (level + 1)) == (i >> (level + 1)))
+        pairs = ((n == 0) & (r == i)) | ((n > 0) & pairs)
+        q.store(to_bf16(widen(query) * (x * nq[None, :])))
+        k.store(to_bf16(widen(key) * (x * nk[None, :])))
+        fence_async_shared()
+        gl.thread_barrier()
+        products = warpgroup_mma(buf.qk, k, gl.zeros([64, 32], gl.float32, L), use_acc=False, is_async=True)
+        products = warpgroup_mma_wait(0, deps=(products,))
+        S = gl.where(pairs, products, S)
+        gl.thread_barrier()
+    k.store(key)
+    return S
+
+
 @gluon.jit(do_not_specialize=["HV", "group", "beta_row"], do_not_specialize_on_alignment=["beta_ptr"])
 def prepare_operands_kernel(
     q_desc, k_desc, g_desc, w_desc, kg_desc, qg_desc, Aqk_desc,  # as Maps
-    T_ptr, decay_ptr, norms_ptr,  # as Prepared
+    Aqk_ptr, T_ptr, w_ptr, decay_ptr, norms_ptr, cut_ptr,  # as Prepared
     beta_ptr,  # [R, HV], row stride beta_row
     A_log_ptr, dt_bias_ptr,  # [HV], [HV, K] or None
     chunks_ptr,  # [NC, 4] int32
@@ -155,6 +202,10 @@ def prepare_operands_kernel(
     entry = gl.program_id(0)
     head = entry % HV
     first, length = bounds(chunks_ptr, entry // HV)
+    cut = 0
+    if F.levels:
+        cut = gl.load(cut_ptr + entry)
+        length = gl.where(cut < 32, length, 0)
     if length > 0:
         mbarrier.expect(buf.inputs, maps.q.block_type.nbytes + maps.k.block_type.nbytes + maps.g.block_type.nbytes)
         tma.async_copy_global_to_shared(maps.g, [first, head * K], buf.inputs, buf.g)
@@ -162,14 +213,7 @@ def prepare_operands_kernel(
         tma.async_copy_global_to_shared(maps.k, [first, head // group * K], buf.inputs, buf.qk.slice(32, 32, dim=0))
         channel = gl.arange(0, K, layout=gl.SliceLayout(1, L))
         token = gl.arange(0, 32, layout=gl.SliceLayout(0, L))
-        rate = 1.0
-        if A_log_ptr is not None:
-            rate = gl.exp(gl.load(A_log_ptr + head).to(gl.float32))
-        slope = rate * -LOG2E
-        offset = gl.zeros([K], gl.float32, gl.SliceLayout(1, L))
-        if dt_bias_ptr is not None:
-            offset = gl.load(dt_bias_ptr + head * K + channel).to(gl.float32) * slope
-        factor = LOG2E if F.gate == "none" else lower_bound * LOG2E
+        _, _, slope, offset, factor = gate_constants(A_log_ptr, dt_bias_ptr, head, channel, lower_bound, F)
         beta_ptr += first.to(gl.int64) * beta_row + head
         row = gl.arange(0, 64, layout=gl.SliceLayout(1, L))
         beta_rows = activated_beta(beta_ptr, row % 32, beta_row, (row >= 32) & (row % 32 < length), F)
@@ -185,40 +229,55 @@ def prepare_operands_kernel(
             clear_rows(buf.g, length, 0.0 if F.gate == "none" else DEAD)
         norms, place = row_norms(buf, length, F)
         buf.norms.store(norms)
-        gl.store(norms_ptr + place, norms)
-        s = widen(buf.g.permute((1, 0)).load(L))
-        if F.gate == "bounded":
-            s = rcp(1.0 + ex2(s * slope + offset[:, None]))
-        last = gl.sum(s, 1) * factor
-        gl.store(decay_ptr + entry.to(gl.int64) * K + channel, ex2(last))
-        up = ex2(sums_from_first(s) * factor + shift)
+        if not F.levels:
+            gl.store(norms_ptr + place, norms)
+        s = token_decay(buf.g, slope, offset, factor, L, F)
+        last = gl.sum(s, 1)
+        G = sums_from_first(s)
+        if F.any:
+            low = -2.0 * shift
+            if not F.levels:
+                rows = gl.sum(gl.where(low > G, 0, 1), 1)  # of each channel before it leaves the span
+                gl.store(cut_ptr + entry, gl.min(rows, 0))
+            up = ex2(hold(G, low) + shift)
+        else:
+            last *= factor
+            up = ex2(G * factor + shift)
+        if not F.levels:
+            gl.store(decay_ptr + entry.to(gl.int64) * K + channel, ex2(last))
         flat = buf.norms._reinterpret(gl.float32, [64], plain_shared(1))
         nq = flat.slice(0, 32, dim=0).load(gl.SliceLayout(0, L))
         nk = flat.slice(32, 32, dim=0).load(gl.SliceLayout(0, L))
         q = buf.qk.slice(0, 32, dim=0).permute((1, 0))
         k = buf.qk.slice(32, 32, dim=0).permute((1, 0))
-        query = widen(q.load(L)) * nq[None, :] * up
-        q.store(to_bf16(query))
-        query *= scale * ex2(-shift)
-        if not F.l2norm:
-            query *= gl.where(token < length, 1.0 / nq, 0.0)[None, :]
-        buf.qg.permute((1, 0)).store(to_bf16(query))
-        key = widen(k.load(L)) * nk[None, :]
-        k.store(to_bf16(key * up))
-        key *= inverse(up)
-        buf.ky.permute((1, 0)).store(to_bf16(key))
-        key *= ex2(last + shift)[:, None]
+        if F.levels:
+            S = level_products(buf, G, nq, nk, L)
+            key = widen(k.load(L)) * nk[None, :]
+            k.store(to_bf16(key * up))
+            key *= ex2(last[:, None] - G)
+        else:
+            query = widen(q.load(L)) * nq[None, :] * up
+            q.store(to_bf16(query))
+            query *= scale * ex2(-shift)
+            if not F.l2norm:
+                query *= gl.where(token < length, 1.0 / nq, 0.0)[None, :]
+            buf.qg.permute((1, 0)).store(to_bf16(query))
+            key = widen(k.load(L)) * nk[None, :]
+            k.store(to_bf16(key * up))
+            key *= inverse(up)
+            buf.ky.permute((1, 0)).store(to_bf16(key))
+            key *= ex2(last + shift)[:, None]
         if not F.l2norm:
             key *= gl.where(token < length, 1.0 / nk, 0.0)[None, :]
         buf.kg.permute((1, 0)).store(to_bf16(key))
         fence_async_shared()
         gl.thread_barrier()
-        tma.async_copy_shared_to_global(maps.qg, [entry * 32, 0], buf.qg)
+        if not F.levels:
+            tma.async_copy_shared_to_global(maps.qg, [entry * 32, 0], buf.qg)
+            zero = gl.zeros([64, 32], gl.float32, L)
+            S = warpgroup_mma(buf.qk, buf.ky.permute((1, 0)), zero, use_acc=False, is_async=True)
+            S = warpgroup_mma_wait(0, deps=(S,))
         tma.async_copy_shared_to_global(maps.kg, [entry * 32, 0], buf.kg)
-
-        zero = gl.zeros([64, 32], gl.float32, L)
-        S = warpgroup_mma(buf.qk, buf.ky.permute((1, 0)), zero, use_acc=False, is_async=True)
-        S = warpgroup_mma_wait(0, deps=(S,))
         lower = row >= 32
         row_factor = gl.where(lower, -beta_rows, scale)
         if not F.l2norm:
@@ -228,14 +287,19 @@ def prepare_operands_kernel(
         buf.pairs.store(to_bf16(S))
         fence_async_shared()
         gl.thread_barrier()
-        tma.async_copy_shared_to_global(maps.Aqk, [entry * 32, 0], buf.pairs.slice(0, 32, dim=0))
+        if F.levels:
+            at = Aqk_ptr + entry.to(gl.int64) * 1024 + row[:, None] * 32 + token[None, :]
+            gl.store(at, to_bf16(S), mask=((row >= cut) & (row < 32))[:, None])
+        else:
+            tma.async_copy_shared_to_global(maps.Aqk, [entry * 32, 0], buf.pairs.slice(0, 32, dim=0))
 
         X = inverse_blocks(buf)
         T = X * beta_columns
         high = to_bf16(T)
         at = T_ptr + entry.to(gl.int64) * 2048 + (b % 2 * 16 + i) * 32 + column
-        gl.store(at, high)
-        gl.store(at + 1024, to_bf16(T - widen(high)))
+        mask = b % 2 * 16 + i >= cut
+        gl.store(at, high, mask=mask)
+        gl.store(at + 1024, to_bf16(T - widen(high)), mask=mask)
         half = -ex2(-0.5 * shift)  # of the factor 2^-shift; not all of it, so that a small beta stays a normal number
         T *= half
         if not F.l2norm:
@@ -248,40 +312,50 @@ def prepare_operands_kernel(
         w = warpgroup_mma(k, buf.high.permute((1, 0)), gl.zeros([K, 32], gl.float32, L), use_acc=False, is_async=True)
         w = warpgroup_mma(k, buf.low.permute((1, 0)), w, is_async=True)
         w = warpgroup_mma_wait(0, deps=(w,))
-        buf.ky.permute((1, 0)).store(to_bf16(w * -half))
-        fence_async_shared()
-        gl.thread_barrier()
-        tma.async_copy_shared_to_global(maps.w, [entry * 32, 0], buf.ky)
+        w = to_bf16(w * -half)
+        if F.levels:
+            gl.store(w_ptr + (entry.to(gl.int64) * 32 + token[None, :]) * K + channel[:, None], w, mask=(token >= cut)[None, :])
+        else:
+            buf.ky.permute((1, 0)).store(w)
+            fence_async_shared()
+            gl.thread_barrier()
+            tma.async_copy_shared_to_global(maps.w, [entry * 32, 0], buf.ky)
         tma.store_wait(0)
 
 
-Q, K_, G, W, KG, QG, AQK, T_, DECAY, NORMS, BETA, A_LOG, DT_BIAS, CHUNKS = range(14)  # the operands
+Q, K_, G, W, KG, QG, AQK, T_, DECAY, NORMS, CUTS, BETA, A_LOG, DT_BIAS, CHUNKS = range(15)  # the operands
 
 
-def launch(p: Problem, NC: int, strides: tuple[int, ...], dtypes: tuple[torch.dtype | None, torch.dtype | None]) -> Launch:
+def launch(
+    p: Problem, NC: int, strides: tuple[int, ...], dtypes: tuple[torch.dtype | None, torch.dtype | None], levels: bool
+) -> Launch:  # fmt: skip
     """strides: elements between rows of q, k, g, beta; dtypes of A_log and dt_bias, None: absent"""
     K, HV, tiles = p.K, p.HV, NC * p.HV
     args = (
         of_tokens(Q, p.dtype, p, p.H * K, K, strides[0]), of_tokens(K_, p.dtype, p, p.H * K, K, strides[1]),
         of_tokens(G, p.gate_dtype, p, HV * K, K, strides[2]), *(of_chunks(x, p.dtype, tiles, C, K) for x in (W, KG, QG)),
-        of_chunks(AQK, p.dtype, tiles, C, C), Pointer(T_, p.dtype), Pointer(DECAY, torch.float32), Pointer(NORMS, torch.float32),
-        Pointer(BETA, p.beta_dtype), *(None if dtype is None else Pointer(x, dtype) for x, dtype in zip((A_LOG, DT_BIAS), dtypes)),
-        Pointer(CHUNKS, torch.int32), strides[3], HV, p.group, float(p.scale), float(p.lower_bound), half_span(p),
+        of_chunks(AQK, p.dtype, tiles, C, C), *(Pointer(x, p.dtype) for x in (AQK, T_, W)), Pointer(DECAY, torch.float32),
+        Pointer(NORMS, torch.float32), None if p.bounded else Pointer(CUTS, torch.int32), Pointer(BETA, p.beta_dtype),
+        *(None if dtype is None else Pointer(x, dtype) for x, dtype in zip((A_LOG, DT_BIAS), dtypes)), Pointer(CHUNKS, torch.int32),
+        strides[3], HV, p.group, float(p.scale), float(p.lower_bound or 0.0), half_span(p),
     )  # fmt: skip
-    return Launch(prepare_operands_kernel, (tiles, 1, 1), args, (form(p),), WARPS, registers=REGISTERS)
+    registers = LEVEL_REGISTERS if levels else REGISTERS
+    return Launch(prepare_operands_kernel, (tiles, 1, 1), args, (form(p, levels),), WARPS, registers=registers)
 
 
 def prepare_operands(problem: Problem, plan: Plan, inputs: Inputs) -> Prepared:
-    """As prepare_chunks, of bounded gates"""
+    """As prepare_chunks"""
     HV, K, NC, dtype, device = problem.HV, problem.K, plan.num_chunks, problem.dtype, inputs.q.device
     new = lambda *shape, dtype=dtype: torch.empty(NC, HV, *shape, dtype=dtype, device=device)
     decay, norms = new(K, dtype=torch.float32), new(2, C, dtype=torch.float32)
-    p = Prepared(new(C, C), new(2, C, C), new(C, K), new(C, K), new(C, K), decay, norms, None)
+    cut = None if problem.bounded else new(dtype=torch.int32)
+    p = Prepared(new(C, C), new(2, C, C), new(C, K), new(C, K), new(C, K), decay, norms, cut)
     if NC and problem.T:
         rows, strides = zip(*map(packed_rows, (inputs.q, inputs.k, inputs.g)))
         beta = as_rows(inputs.beta)
         parameters = [None if x is None else dense(x) for x in (inputs.A_log, inputs.dt_bias)]
         key = (problem, NC, (*strides, beta.stride(0)), tuple(None if x is None else x.dtype for x in parameters))
-        operands = (*rows, p.w, p.kg, p.qg, p.Aqk, p.T, p.decay, p.norms, beta, *parameters, plan.chunks)
-        start(launch, key, operands, device)
+        operands = (*rows, p.w, p.kg, p.qg, p.Aqk, p.T, p.decay, p.norms, p.cut, beta, *parameters, plan.chunks)
+        for levels in (False,) if problem.bounded else (False, True):
+            start(launch, (*key, levels), operands, device)
     return p

@@ -10,7 +10,7 @@ norm in the problem, so that what falls below bf16's smallest number is below 2^
 A gate without a bound takes the same form in every row up to the first in which some channel has left that span; an initialised layer never
 does, nor do random gates. From that row on, `cut`, rows take their pairs by levels (docs/backward.md, numerics 3): every factor is at most
 1. Which form a row takes depends on it and on rows before it: causality is bit-exact. A second launch, LEVELS, writes what those rows have
-of Aqk, T and w, and ends at once where a chunk is not cut: levels cost the registers that the one pair factor is fast with.
+of Aqk, T and w, and kg, and ends at once where a chunk is not cut: levels cost the registers that the one pair factor is fast with.
 
 The inverse doubles its blocks, 1, 2, 4, 8, 16 rows: X <- X - X L_s X, where L_s holds the pairs of an odd and an even block of s rows;
 every iterate is the exact inverse of a block-diagonal part of I + L, so nothing grows.
@@ -147,6 +147,14 @@ def merge_blocks(X, L, r, i, S: tl.constexpr):
     return X - tl.dot(tl.dot(X, below, input_precision="tf32"), X, input_precision="tf32")
 
 
+@triton.jit
+def store_kg(ptr, kg, fk, L2NORM: tl.constexpr):
+    """Write kg of normalised rows."""
+    if not L2NORM:
+        kg *= fk[:, None]
+    tl.store(ptr, kg.to(ptr.dtype.element_ty))
+
+
 @triton.jit(do_not_specialize=["beta_row", "HV", "group"])
 def prepare_chunk_kernel(
     q_ptr, k_ptr,  # [R, H, K], row strides q_row, k_row, head strides q_head, k_head
@@ -200,32 +208,26 @@ def prepare_chunk_kernel(
         if not LEVELS:
             tl.store(cut_ptr + entry, tl.min(tl.where(tl.min(G, 1) < -2.0 * shift, rows, C), 0))
     up = exp2(N + shift)  # 2^G = up 2^-shift
-    down = exp2(-N - shift)  # 2^(G_C - G) = down 2^(G_C + shift)
-    qx = q * nq[:, None] * up  # in this order: up nq may leave the range
     kx = (k * up).to(element)
-    ky = k * down
-    if not LEVELS:
+    mask = None
+    if LEVELS:
+        mask = rows[:, None] >= cut
+        Aqk, L = level_scores(q * nq[:, None], k, G, C, K, element)
+        store_kg(kg_ptr + at, k * exp2(last[None, :] - G), fk, L2NORM)
+    else:
+        down = exp2(-N - shift)  # 2^(G_C - G) = down 2^(G_C + shift)
+        qx = q * nq[:, None] * up  # in this order: up nq may leave the range
+        ky = k * down
+        store_kg(kg_ptr + at, ky * exp2(last + shift)[None, :], fk, L2NORM)
         tl.store(qg_ptr + at, (qx * (fq * exp2(-shift))[:, None]).to(element))
-        if ANY:
-            kg = k * exp2(last[None, :] - G)
-        else:
-            kg = ky * exp2(last + shift)[None, :]
-        if not L2NORM:
-            kg *= fk[:, None]
-        tl.store(kg_ptr + at, kg.to(element))
         tl.store(decay_ptr + entry * K + cols, exp2(last))
         tl.store(norms_ptr + entry * (2 * C) + rows, nq)
         tl.store(norms_ptr + entry * (2 * C) + C + rows, nk)
-    ky = tl.trans(ky.to(element))
-    Aqk = tl.dot(qx.to(element), ky)
-    L = tl.dot(kx, ky)
+        ky = tl.trans(ky.to(element))
+        Aqk = tl.dot(qx.to(element), ky)
+        L = tl.dot(kx, ky)
     r = rows[:, None]
     i = rows[None, :]
-    mask = None
-    if LEVELS:
-        mask = r >= cut
-        Aqk, L_levels = level_scores(q * nq[:, None], k, G, C, K, element)
-        L = tl.where(mask, L_levels, L)
     square = entry * (C * C) + r * C + i
     tl.store(Aqk_ptr + square, tl.where(r >= i, Aqk * fq[:, None] * fk[None, :], 0.0).to(element), mask=mask)
     X = invert_blocks(tl.where(r > i, L * (beta * fk)[:, None] * fk[None, :], 0.0), C)
@@ -261,6 +263,6 @@ def prepare_chunks(problem: Problem, plan: Plan, inputs: Inputs) -> Prepared:
             q, k, g, beta, contiguous(inputs.A_log), contiguous(inputs.dt_bias), *p, plan.chunks, q.stride(0), q.stride(1), k.stride(0),
             k.stride(1), g.stride(0), g.stride(1), beta.stride(0), float(problem.scale), float(problem.lower_bound or 0.0),
             half_span(problem), HV, problem.group, K=K, C=C, GATE=problem.gate, L2NORM=problem.qk_l2norm, SIGMOID=problem.beta_sigmoid,
-            NEG=problem.neg_eigval, LEVELS=levels, num_warps=4, maxnreg=255 if levels else 168,
+            NEG=problem.neg_eigval, LEVELS=levels, num_warps=4, maxnreg=168,
         )  # fmt: skip
     return p

@@ -1,8 +1,8 @@
 """Arithmetic on the tiles of the fused gradients: [K, 32], channels by tokens, 16 channels a warp (`group_layout(32)`).
 
-A thread holds 16 numbers of a tile: of two channels, tokens 8 g + 2 (lane % 4) + (0, 1) for g = 0 to 3. Sums over tokens stay within four
-threads, and subtract nothing: a small sum that follows a large term keeps its own precision. bf16 tiles are rounded and widened two
-elements at a time, so that they take half a register per element wherever they wait (instructions.py)."""
+A thread holds 16 numbers of a tile: number 4 g + 2 row + c is token 8 g + 2 (lane % 4) + c of one of two channels. Sums over tokens stay
+within four threads, and subtract nothing: a small sum that follows a large term keeps its own precision. bf16 tiles are rounded and widened
+two elements at a time, so that they take half a register per element wherever they wait (instructions.py)."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from dataclasses import dataclass
 
 import torch
 
-from openkda.hopper.backward_prepare import C
+from openkda.hopper.backward_prepare import SPAN, C
 from openkda.hopper.compat import fence_async_shared, gl, gluon, mma_v2, tma
 from openkda.hopper.runtime import Matrix
+from openkda.hopper.tiles import LOG2E, ex2, rcp, softplus2
 from openkda.problem import Problem
 
+LEAST_BITS = gl.constexpr(-SPAN.value)
 DEAD = gl.constexpr(-3e38)  # an activated gate's value on rows past the end: no decay, and 0 * DEAD is 0
 
 
@@ -29,11 +31,12 @@ class Form:
     l2norm: bool
     beta_sigmoid: bool
     neg_eigval: bool
+    levels: bool = False  # what rows from the cut on take by levels
 
 
-def form(problem: Problem) -> Form:
+def form(problem: Problem, levels: bool = False) -> Form:
     p = problem
-    return Form(p.K, p.V, p.gate, not p.bounded, p.qk_l2norm, p.beta_sigmoid, p.neg_eigval)
+    return Form(p.K, p.V, p.gate, not p.bounded, p.qk_l2norm, p.beta_sigmoid, p.neg_eigval, levels)
 
 
 def of_tokens(operand: int, dtype: torch.dtype, problem: Problem, columns: int, width: int, stride: int | None = None) -> Matrix:
@@ -191,3 +194,61 @@ def store_tile(x, desc, ptr, tile, first, length, head, HV, K: gl.constexpr):
         token = gl.arange(0, 32, layout=gl.SliceLayout(0, L))[None, :]
         at = (first.to(gl.int64) * HV + head) * K
         gl.store(ptr + at + token * (HV * K) + channel, x.to(ptr.dtype.element_ty), mask=token < length)
+
+
+@gluon.jit
+def gate_constants(A_log_ptr, dt_bias_ptr, head, channel, lower_bound, F: gl.constexpr):
+    """exp(A_log), dt_bias [K], and what token_decay takes: the activation reads gate * slope + offset and is scaled by factor"""
+    rate = 1.0
+    if A_log_ptr is not None:
+        rate = gl.exp(gl.load(A_log_ptr + head).to(gl.float32))
+    bias = channel.to(gl.float32) * 0.0
+    if dt_bias_ptr is not None:
+        bias = gl.load(dt_bias_ptr + head * F.K + channel).to(gl.float32)
+    slope = rate * -LOG2E
+    factor = LOG2E
+    if F.gate == "bounded":
+        factor = lower_bound * LOG2E
+    elif F.gate == "softplus":
+        slope = LOG2E
+        factor = -rate
+    return rate, bias, slope, bias * slope, factor
+
+
+@gluon.jit
+def token_decay(gate, slope, offset, factor, L: gl.constexpr, F: gl.constexpr):
+    """log2 of each token's decay [K, 32] from the gate's tile, but for the factor where the gate is bounded; else held at -SPAN"""
+    x = widen(gate.permute((1, 0)).load(L))
+    if F.gate == "bounded":
+        x = rcp(1.0 + ex2(x * slope + offset[:, None]))
+    elif F.gate == "softplus":
+        x = softplus2(x * slope + offset[:, None])
+    if F.any:
+        x = hold(x * factor, LEAST_BITS)
+    return x
+
+
+def anchor_code() -> str:
+    """PTX: in place of each number that of its anchor, the last token of the even block of 2^level tokens; the level is input 32."""
+    text = ["{ .reg .b32 l, m; .reg .pred p<5>; .reg .f32 t; mov.u32 l, %laneid; and.b32 l, l, 3; and.b32 m, l, 2;"]
+    text += [f"setp.eq.s32 p{level}, $32, {level};" for level in range(5)]
+    text.append("selp.b32 l, m, l, p1; selp.b32 l, 1, l, p2; selp.b32 l, 3, l, p3; selp.b32 l, 3, l, p4;")
+    for row in range(2):
+        for g in range(4):
+            first, second = (16 + 4 * g + 2 * row + c for c in range(2))
+            text.append(f"selp.f32 t, ${first}, ${second}, p0;")
+            for level, group in ((3, g // 2 * 2), (4, 1)):
+                text.append(f"selp.f32 t, ${16 + 4 * group + 2 * row + 1}, t, p{level};")
+            text.append(f"shfl.sync.idx.b32 t, t, l, 0x1c03, 0xffffffff; mov.f32 ${first - 16}, t; mov.f32 ${second - 16}, t;")
+    return " ".join([*text, "}"])
+
+
+ANCHORS = gl.constexpr(anchor_code())
+CONSTRAINTS = gl.constexpr(",".join(["=&f"] * 16 + ["f"] * 16 + ["r"] * 16))
+
+
+@gluon.jit
+def level_factor(G, level):
+    """2^(G_r - G_a) in odd rows, 2^(G_a - G_i) in even ones"""
+    levels = gl.full(G.shape, level, gl.int32, G.type.layout)
+    return ex2(-gl.abs(G - gl.inline_asm_elementwise(ANCHORS, CONSTRAINTS, [G, levels], dtype=gl.float32, is_pure=True, pack=16)))

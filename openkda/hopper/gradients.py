@@ -11,6 +11,7 @@ import torch
 
 from openkda.hopper.backward_chunk import chunk_gradients
 from openkda.hopper.backward_fused import fused_gradients
+from openkda.hopper.backward_fused_levels import fused_levels
 from openkda.hopper.backward_levels import level_gradients
 from openkda.hopper.backward_operands import prepare_operands
 from openkda.hopper.backward_prepare import C, prepare_chunks
@@ -39,7 +40,7 @@ def gradients(
     create = torch.empty_like if covered else torch.zeros_like  # rows outside every sequence have gradient zero
     contiguous_like = lambda x, dtype: create(x, dtype=dtype, memory_format=torch.contiguous_format)
     dv = contiguous_like(inputs.v, problem.dtype) if tokens else None
-    p = (prepare_operands if fused and problem.bounded else prepare_chunks)(problem, plan, inputs)
+    p = (prepare_operands if fused else prepare_chunks)(problem, plan, inputs)
     h, dh, r, dr, dS0 = both_scans(
         problem, plan, inputs, p, do, dfinal_state, tokens=tokens, initial_state=needs[7], dv=dv if fused else None
     )
@@ -51,12 +52,13 @@ def gradients(
         dbeta = contiguous_like(inputs.beta, problem.beta_dtype)
         if fused:
             dA_log, ddt_bias, pairs, size = fused_gradients(problem, plan, inputs, p.norms, do, h, dh, r, dv, dq, dk, dg, dbeta, p.cut)
+            if p.cut is not None:
+                fused_levels(problem, plan, inputs, p.norms, p.cut, pairs, size, dq, dk, dg, dA_log, ddt_bias)
         else:
             scores = score_gradients(problem, plan, inputs, p, o, do, r, dr, dv, dbeta)
             dA_log, ddt_bias = chunk_gradients(problem, plan, inputs, p, scores, do, h, dh, r, dv, dq, dk, dg)
-            pairs, size = scores.pairs, scores.sums[:, :, 2]
-        if p.cut is not None:
-            level_gradients(problem, plan, inputs, p.norms, p.cut, pairs, size, dq, dk, dg, dA_log, ddt_bias, project=fused)
+            if p.cut is not None:
+                level_gradients(problem, plan, inputs, p.norms, p.cut, scores.pairs, scores.sums[:, :, 2], dq, dk, dg, dA_log, ddt_bias)
         total = lambda x, *axes: None if x is None else x.sum((0, *axes))
         dA_log, ddt_bias = total(dA_log, 2), total(ddt_bias)
         if problem.group > 1:
