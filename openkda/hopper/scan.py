@@ -355,6 +355,8 @@ def summary_scan(ring, states, sink, work, segment, HV, NS, T: gl.constexpr):
     for n in range((work.end - work.start + 15) // 16 * (work.steps > 0).to(gl.int32)):
         b = n % blocks
         mbarrier.wait(ring.ready.index(b // 4), (n // blocks) & 1)
+        if n % 4 == 0:
+            gl.thread_barrier()  # each thread has waited; without it racecheck reports the decay, read here first
         kd = ring.kq.index(b).slice(0, 16, dim=0).permute((1, 0))
         ki = ki_tile(ring, b)
         t0 = ring.tz.index(b).slice(0, 16, dim=0).permute((1, 0))
