@@ -16,7 +16,7 @@ Gates without a bound (`any`) keep the state's part of a written key apart, in d
 
     dg_t = 2^G_C rowsum(S dS') + sum_{j < t} (k dk_written)_j [state part] + sum_{j >= t} dG_j [written: pairs only]
 
-Rows from `cut` on (backward_prepare.py) leave their pairs to backward_levels.py. G is held at -2 shift, where 2^G is zero, in x and y.
+Rows from `cut` on (backward_prepare.py) leave their pairs to backward_fused_levels.py. In x and y, G is held at -2 shift: 2^G is zero there.
 
 In Gluon. Grid (chunk times head,), heads first; 8 warps and 112 KB of shared memory (K = V = 128, bf16 gate), so that two blocks share a
 multiprocessor and one computes while the other waits. Tiles come and go by the copy engine; qx and kx take the place of q and k, dZ and dA
@@ -148,7 +148,7 @@ def gate_chain(dg, gate, slope, offset, rate, lower_bound, bias, L: gl.constexpr
 @gluon.jit
 def score_gradients(DN, least, buf, beta_ptr, beta_row, dbeta_ptr, norms_ptr, late, cut, length, HV, scale, F: gl.constexpr):
     """Write dZ, dA over size to buf.pairs, dbeta to memory; DN [64, 32] = (do, dv) r^T. Returns (size, 1 / size), size at least `least`.
-    A chunk that is cut leaves its pairs and size in `late`, for backward_levels.py, and keeps those of the rows before."""
+    A chunk that is cut leaves its pairs and size in `late`, for backward_fused_levels.py, and keeps those of the rows before."""
     L: gl.constexpr = DN.type.layout
     row = gl.arange(0, 64, layout=gl.SliceLayout(1, L))
     column = gl.arange(0, 32, layout=gl.SliceLayout(0, L))[None, :]

@@ -1,5 +1,6 @@
-"""The Hopper backward: prepare_operands -> both scans in one launch -> the gradients of each chunk in one kernel (fused_gradients). Under
-the interpreter, which knows no Gluon: prepare_chunks -> scans -> score_gradients -> chunk_gradients. See docs/backward.md.
+"""The Hopper backward: prepare_operands -> both scans in one launch -> the gradients of each chunk in one kernel (fused_gradients), and
+what rows of very fast gates add (fused_levels). Under the interpreter, which knows no Gluon: prepare_chunks -> scans -> score_gradients ->
+chunk_gradients -> level_gradients. See docs/backward.md.
 
 Shaped for Hopper's matrix unit: chunks of 32 tokens, states transposed. What passes through memory, per token and value head: w, kg, qg (K
 each), Aqk (C), T (2 C), r, dv (V each) in bf16, and per chunk h and dh [V, K].
