@@ -16,7 +16,7 @@ Gates without a bound (`any`) keep the state's part of a written key apart, in d
 
     dg_t = 2^G_C rowsum(S dS') + sum_{j < t} (k dk_written)_j [state part] + sum_{j >= t} dG_j [written: pairs only]
 
-Rows from `cut` on (backward_prepare.py) leave their pairs to backward_fused_levels.py. In x and y, G is held at -2 shift: 2^G is zero there.
+Rows from `cut` on (backward_prepare.py) leave their pairs to backward_fused_levels.py. In x and y, G is held at -2 shift, 2^G being zero.
 
 In Gluon. Grid (chunk times head,), heads first; 8 warps and 112 KB of shared memory (K = V = 128, bf16 gate), so that two blocks share a
 multiprocessor and one computes while the other waits. Tiles come and go by the copy engine; qx and kx take the place of q and k, dZ and dA
