@@ -25,13 +25,12 @@ def total(values):
 
 
 @gluon.jit
-def take(tile, full, empty, done, y_ptr, values, rounds):
+def take(tile, full, empty, y_ptr, values, rounds):
     for r in range(rounds):
         mbarrier.wait(full, r & 1)
         gl.store(y_ptr + index(), tile.load(gl.BlockedLayout([1], [32], [4], [0])) - values[0])
         gl.thread_barrier()
         mbarrier.arrive(empty, count=1)
-    mbarrier.arrive(done, count=1)
 
 
 @gluon.jit
@@ -51,22 +50,31 @@ def look(y_ptr, values, rounds):
 
 
 @gluon.jit
-def watch(done, y_ptr, values, rounds):
-    """The same, after all rounds"""
-    mbarrier.wait(done, 0)
+def look_by_four(y_ptr, values, rounds):
+    """The same with four warps"""
+    if total(values) > rounds + 100000:
+        gl.store(y_ptr + index(), 0.0)
+
+
+@gluon.jit
+def watch(full, empty, y_ptr, values, rounds):
+    """The same after it has seen all rounds"""
+    for r in range(rounds):
+        mbarrier.wait(full, r & 1)
+        mbarrier.arrive(empty, count=1)
     look(y_ptr, values, rounds)
 
 
 @gluon.jit
-def run_roles(tile, full, empty, done, x_ptr, y_ptr, values, rounds):
+def run_roles(tile, full, empty, x_ptr, y_ptr, values, rounds):
     gl.warp_specialize(
         [
-            (take, (tile, full, empty, done, y_ptr, values, rounds)),
+            (take, (tile, full, empty, y_ptr, values, rounds)),
             (give, (tile, full, empty, x_ptr, values, rounds)),
+            (look_by_four, (y_ptr, values, rounds)),
+            (watch, (full, empty, y_ptr, values, rounds)),
             (look, (y_ptr, values, rounds)),
-            (watch, (done, y_ptr, values, rounds)),
-            (look, (y_ptr, values, rounds)),
-            (watch, (done, y_ptr, values, rounds)),
+            (watch, (full, empty, y_ptr, values, rounds)),
             (look, (y_ptr, values, rounds)),
         ],
         [4, 4, 1, 1, 1, 1],
@@ -80,14 +88,14 @@ def hand_over_kernel(x_ptr, y_ptr, values_ptr, rounds, N: gl.constexpr):
     values = ()
     for i in gl.static_range(N):
         values = values + (gl.load(values_ptr + i),)  # noqa: RUF005 (a tuple of Gluon's)
-    tiles = gl.allocate_shared_memory(gl.float32, [360, 128], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    rest = gl.allocate_shared_memory(gl.float32, [45, 1024], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    rest.index(0).store(gl.zeros([1024], gl.float32, gl.BlockedLayout([1], [32], [4], [0])))
+    tile = gl.allocate_shared_memory(gl.float32, [128], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    done = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(full, count=1)
-    mbarrier.init(empty, count=1)
-    mbarrier.init(done, count=1)
-    run_roles(tiles.index(359), full, empty, done, x_ptr, y_ptr, values, rounds)
+    mbarrier.init(empty, count=3)  # takers and watchers
+    run_roles(tile, full, empty, x_ptr, y_ptr, values, rounds)
 
 
 def run() -> None:
