@@ -175,7 +175,7 @@ def test_offline_compile():
     mine = [k for k in kernels if k.name in ("table_kernel", "tails_kernel", "summaries_kernel", "combine_kernel", "scans_kernel")]
     assert len({k.name for k in mine}) == 5
     for k in mine:
-        assert k.spills <= 8, k  # of what a scan starts with, where its states are cut and V comes first
+        assert k.spills == 0, k
         assert k.shared <= SHARED_LIMIT["sm_90"], k
 
 

@@ -18,7 +18,7 @@ SUMMARY = 0.9  # a chunk of a summary, two blocks a multiprocessor
 START = 5.0  # of a launch with its first chunks
 LINK = 1.65  # a link of the chain of summaries
 RATE = 3.8e6  # bytes per microsecond that the scans move at most
-WORTH = 60.0  # what a cut must promise: it adds three launches, and small calls wait for the host already
+WORTH = 40.0  # what a cut must promise: it adds three launches, and small calls wait for the host already
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,9 @@ from openkda.hopper.backward_config import Scans, choose_scans
 from openkda.hopper.backward_prepare import C, Prepared
 from openkda.hopper.backward_segments import segment_states, segment_table
 from openkda.hopper.backward_steps import forward_steps, locate, reverse_steps, state_offsets
+from openkda.hopper.launch import dense, packed_rows
+from openkda.hopper.runtime import launch
 from openkda.plan import Plan
-from openkda.portable.tile import as_rows, contiguous
 from openkda.problem import Inputs, Problem
 
 BLOCK_V = 64  # rows of V per block: one warpgroup's product
@@ -23,7 +24,7 @@ STAGES = 4  # chunks in flight
 
 
 @triton.jit
-def start(state_ptr, at_end, inner_ptr, s, n, h, vv, kk, HV, K: tl.constexpr, V: tl.constexpr, V_FIRST: tl.constexpr):
+def begin(state_ptr, at_end, inner_ptr, s, n, h, vv, kk, HV, K: tl.constexpr, V: tl.constexpr, V_FIRST: tl.constexpr):
     """Where a scan begins: at an end of its sequence the state given there or zero, else the segment's own."""
     S = tl.zeros([vv.shape[0], K], tl.float32)
     if state_ptr is not None:
@@ -33,10 +34,10 @@ def start(state_ptr, at_end, inner_ptr, s, n, h, vv, kk, HV, K: tl.constexpr, V:
     return S
 
 
-@triton.jit(do_not_specialize=["HV"])
+@triton.jit(do_not_specialize=["v_eights", "do_eights", "HV"])
 def scans_kernel(
     Aqk_ptr, T_ptr, w_ptr, kg_ptr, qg_ptr, decay_ptr,  # as Prepared
-    v_ptr, do_ptr,  # [R, HV, V], row strides v_row, do_row, head strides v_head, do_head
+    v_ptr, do_ptr,  # [R, HV, V], rows 8 v_eights and 8 do_eights elements apart
     S0_ptr, dS_final_ptr,  # [N, HV, K, V] or None
     entry_ptr, exit_ptr,  # [NS, HV, V, K] fp32 where sequences are cut, else None
     h_ptr, dh_ptr,  # [NC, HV, V, K]: entry states, gradients of exit states
@@ -45,7 +46,7 @@ def scans_kernel(
     dS0_ptr,  # [N, HV, K, V] or None
     segments_ptr,  # [NS, 8] int32
     sequences_ptr,  # [N, 4] int32
-    v_row, v_head, do_row, do_head, HV,
+    v_eights, do_eights, HV,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BV: tl.constexpr, V_FIRST: tl.constexpr, TOKENS: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -58,18 +59,18 @@ def scans_kernel(
     kk = tl.arange(0, K)
     if block < V // BV:
         vv = block * BV + tl.arange(0, BV)
-        dS = start(dS_final_ptr, is_last, exit_ptr, s, n, h, vv, kk, HV, K, V, V_FIRST)
+        dS = begin(dS_final_ptr, is_last, exit_ptr, s, n, h, vv, kk, HV, K, V, V_FIRST)
         dS = reverse_steps(
-            dS, Aqk_ptr, T_ptr, w_ptr, kg_ptr, qg_ptr, decay_ptr, do_ptr, do_row, do_head, dh_ptr, dr_ptr, dv_ptr, first, length, chunk,
+            dS, Aqk_ptr, T_ptr, w_ptr, kg_ptr, qg_ptr, decay_ptr, do_ptr, 8 * do_eights, dh_ptr, dr_ptr, dv_ptr, first, length, chunk,
             count, h, vv, HV, K, V, C, BV, STAGES,
         )  # fmt: skip
         if dS0_ptr is not None:
             tl.store(dS0_ptr + state_offsets(n, h, vv, kk, HV, K, V, V_FIRST), dS.to(dS0_ptr.dtype.element_ty), mask=is_first)
     elif TOKENS:
         vv = (block - V // BV) * BV + tl.arange(0, BV)
-        S = start(S0_ptr, is_first, entry_ptr, s, n, h, vv, kk, HV, K, V, V_FIRST)
+        S = begin(S0_ptr, is_first, entry_ptr, s, n, h, vv, kk, HV, K, V, V_FIRST)
         forward_steps(
-            S, T_ptr, w_ptr, kg_ptr, decay_ptr, v_ptr, v_row, v_head, h_ptr, r_ptr, first, length, chunk, count, h, vv, HV, K, V, C, BV,
+            S, T_ptr, w_ptr, kg_ptr, decay_ptr, v_ptr, 8 * v_eights, h_ptr, r_ptr, first, length, chunk, count, h, vv, HV, K, V, C, BV,
             STAGES,
         )  # fmt: skip
 
@@ -90,15 +91,14 @@ def both_scans(
     new = lambda *shape: torch.empty(NC, HV, *shape, dtype=problem.dtype, device=do.device) if tokens else None
     h, dh, r, dr = new(V, K), new(V, K), new(V, C), new(V, C) if dv is None else None
     dS0 = torch.empty(problem.state_shape, dtype=problem.state_dtype, device=do.device) if initial_state else None
-    v, do, S0, dS_final = as_rows(inputs.v), as_rows(do), contiguous(inputs.initial_state), contiguous(dfinal_state)
+    (v, v_row), (do, do_row) = packed_rows(inputs.v), packed_rows(do)
+    S0, dS_final = (None if x is None else dense(x) for x in (inputs.initial_state, dfinal_state))
     table = segment_table(problem, inputs, scans.steps)
     if NS := len(table.segments):
         entry = exit_ = None
         if scans.steps:
-            entry, exit_ = segment_states(problem, plan, table, scans.tail, p, v, S0, do, dS_final, tokens)
-        scans_kernel[((2 if tokens else 1) * V // BLOCK_V, HV, NS)](
-            *p[:6], v, do, S0, dS_final, entry, exit_, h, dh, r, dr, dv, dS0, table.segments, plan.sequences, v.stride(0), v.stride(1),
-            do.stride(0), do.stride(1), HV, K=K, V=V, C=C, BV=BLOCK_V, V_FIRST=problem.state_v_first, TOKENS=tokens, STAGES=STAGES,
-            num_warps=4,
-        )  # fmt: skip
+            entry, exit_ = segment_states(problem, plan, table, scans.tail, p, v, v_row, S0, do, do_row, dS_final, tokens)
+        operands = (*p[:6], v, do, S0, dS_final, entry, exit_, h, dh, r, dr, dv, dS0, table.segments, plan.sequences)
+        grid = ((2 if tokens else 1) * V // BLOCK_V, HV, NS)
+        launch(scans_kernel, grid, operands, (v_row // 8, do_row // 8, HV), (K, V, C, BLOCK_V, problem.state_v_first, tokens, STAGES))
     return h, dh, r, dr, dS0

@@ -28,7 +28,8 @@ import triton.language as tl
 from openkda.hopper.backward_prepare import C, Prepared
 from openkda.hopper.backward_steps import forward_steps, locate, map_steps, reverse_steps, state_offsets
 from openkda.hopper.config import STEP
-from openkda.hopper.launch import TABLE, TABLE_ROWS, fixed_tables
+from openkda.hopper.launch import TABLE, TABLE_ROWS, dense, fixed_tables
+from openkda.hopper.runtime import launch
 from openkda.hopper.segments import COLUMNS, DROP_BITS, table_kernel
 from openkda.plan import Plan
 from openkda.problem import Inputs, Problem
@@ -66,7 +67,8 @@ def segment_table(problem: Problem, inputs: Inputs, steps: int) -> Table:
     NS = p.N + (fits if steps and p.N else 0)
     segments, whole = (torch.empty(rows, TABLE, dtype=torch.int32, device=device) for rows in (NS, p.N))
     if p.N:
-        table_kernel[(-(-p.N // TABLE_ROWS),)](inputs.cu_seqlens, segments, whole, p.N, p.T, target, NS, TABLE_ROWS, num_warps=4)
+        grid = (-(-p.N // TABLE_ROWS), 1, 1)
+        launch(table_kernel, grid, (dense(inputs.cu_seqlens), segments, whole), (p.N, p.T, target, NS), (TABLE_ROWS,))
     return Table(segments, whole, min(NS, 2 * fits), min(p.N, fits))
 
 
@@ -102,15 +104,15 @@ def tails_kernel(
     tl.store(at, tl.max(tl.max(tl.abs(M), 1), 0))
 
 
-@triton.jit(do_not_specialize=["HV", "NS", "tail"])
+@triton.jit(do_not_specialize=["v_eights", "do_eights", "HV", "NS", "tail"])
 def summaries_kernel(
     Aqk_ptr, T_ptr, w_ptr, kg_ptr, qg_ptr, decay_ptr,  # as Prepared
-    v_ptr, do_ptr,  # [R, HV, V], row strides v_row, do_row, head strides v_head, do_head
+    v_ptr, do_ptr,  # [R, HV, V], rows 8 v_eights and 8 do_eights elements apart
     S0_ptr, dS_final_ptr,  # [N, HV, K, V] or None
     entry_ptr, exit_ptr,  # [NS, HV, V, K] fp32: b_s goes to entry[s + 1], b'_s to exit[s - 1]
     M_ptr,  # [NS, HV, 2, 2, K, K] bf16: M, then its transpose; each rounded, and what the rounding took
     reach_ptr,  # [2, NS, HV, K / BV] fp32
-    segments_ptr, sequences_ptr, v_row, v_head, do_row, do_head, HV, NS, tail,
+    segments_ptr, sequences_ptr, v_eights, do_eights, HV, NS, tail,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BV: tl.constexpr, V_FIRST: tl.constexpr, TOKENS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
@@ -130,7 +132,7 @@ def summaries_kernel(
                 state = dS_final_ptr + state_offsets(n, h, vv, kk, HV, K, V, V_FIRST)
                 dS = tl.load(state, mask=is_last & (steps == count), other=0.0).to(tl.float32)
             dS = reverse_steps(
-                dS, Aqk_ptr, T_ptr, w_ptr, kg_ptr, qg_ptr, decay_ptr, do_ptr, do_row, do_head, None, None, None, first, length, chunk,
+                dS, Aqk_ptr, T_ptr, w_ptr, kg_ptr, qg_ptr, decay_ptr, do_ptr, 8 * do_eights, None, None, None, first, length, chunk,
                 steps, h, vv, HV, K, V, C, BV, STAGES,
             )  # fmt: skip
             tl.store(exit_ptr + ((s - 1).to(tl.int64) * HV + h) * (K * V) + vv[:, None] * K + kk[None, :], dS)
@@ -147,7 +149,7 @@ def summaries_kernel(
                     S = tl.load(state, mask=is_first & (steps == count), other=0.0).to(tl.float32)
                 skip = count - steps
                 S = forward_steps(
-                    S, T_ptr, w_ptr, kg_ptr, decay_ptr, v_ptr, v_row, v_head, None, None, first + skip * C, length - skip * C, chunk + skip,
+                    S, T_ptr, w_ptr, kg_ptr, decay_ptr, v_ptr, 8 * v_eights, None, None, first + skip * C, length - skip * C, chunk + skip,
                     steps, h, vv, HV, K, V, C, BV, STAGES,
                 )  # fmt: skip
                 tl.store(entry_ptr + ((s + 1).to(tl.int64) * HV + h) * (K * V) + vv[:, None] * K + kk[None, :], S)
@@ -212,27 +214,27 @@ def combine_kernel(
 
 
 def segment_states(
-    problem: Problem, plan: Plan, table: Table, tail: int, p: Prepared, v: torch.Tensor, S0: torch.Tensor | None, do: torch.Tensor,
-    dfinal_state: torch.Tensor | None, tokens: bool,
-) -> tuple[torch.Tensor | None, torch.Tensor]:  # fmt: skip
+    problem: Problem, plan: Plan, table: Table, tail: int, p: Prepared, v: torch.Tensor, v_row: int, S0: torch.Tensor | None,
+    do: torch.Tensor, do_row: int, dfinal_state: torch.Tensor | None, tokens: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """The states at which the scans of segments begin, where that is no end of a sequence.
 
-    Args: v, do as rows [R, HV, V]; S0, dfinal_state contiguous (problem.state_shape) or None for zero; tail: chunks to try; tokens: the
-    forward's too.
+    Args: v, do as rows [R, HV, V] with their strides; S0, dfinal_state contiguous (problem.state_shape) or None for zero; tail: chunks to
+    try; tokens: the forward's states too.
     Returns: entry states (never read without tokens), gradients of exit states, both [table.inner, HV, V, K] fp32."""
-    HV, K, V, NS = problem.HV, problem.K, problem.V, table.inner
+    HV, K, V, NS, directions = problem.HV, problem.K, problem.V, table.inner, 2 if tokens else 1
     new = lambda *shape, dtype=torch.float32: torch.empty(*shape, dtype=dtype, device=v.device)
     exit_ = new(NS, HV, V, K)
     entry = new(NS, HV, V, K) if tokens else exit_
     M, reach = new(NS, HV, 2, 2, K, K, dtype=torch.bfloat16), new(2, NS, HV, K // BLOCK)
     tables = (table.segments, plan.sequences)
-    directions = 2 if tokens else 1
-    tails_kernel[(2 * K // BLOCK, HV, NS)](p.w, p.kg, p.decay, reach, *tables, HV, NS, tail, K=K, C=C, BK=BLOCK, STAGES=STAGES, num_warps=4)
-    summaries_kernel[((directions * V + K) // BLOCK, HV, NS)](
-        *p[:6], v, do, S0, dfinal_state, entry, exit_, M, reach, *tables, v.stride(0), v.stride(1), do.stride(0), do.stride(1), HV, NS,
-        tail, K=K, V=V, C=C, BV=BLOCK, V_FIRST=problem.state_v_first, TOKENS=tokens, STAGES=STAGES, num_warps=4,
-    )  # fmt: skip
-    combine_kernel[(directions * V // ROWS, HV, table.cut)](
-        entry, exit_, M, reach, table.whole, HV, NS, K=K, V=V, BK=BLOCK, ROWS=ROWS, num_warps=4
+    operands = (p.w, p.kg, p.decay, reach, *tables)
+    launch(tails_kernel, (2 * K // BLOCK, HV, NS), operands, (HV, NS, tail), (K, C, BLOCK, STAGES))
+    operands = (*p[:6], v, do, S0, dfinal_state, entry, exit_, M, reach, *tables)
+    grid = ((directions * V + K) // BLOCK, HV, NS)
+    launch(
+        summaries_kernel, grid, operands, (v_row // 8, do_row // 8, HV, NS, tail), (K, V, C, BLOCK, problem.state_v_first, tokens, STAGES)
     )
+    grid = (directions * V // ROWS, HV, table.cut)
+    launch(combine_kernel, grid, (entry, exit_, M, reach, table.whole), (HV, NS), (K, V, BLOCK, ROWS))
     return entry, exit_

@@ -44,7 +44,7 @@ def state_offsets(n, h, vv, kk, HV, K: tl.constexpr, V: tl.constexpr, V_FIRST: t
 
 @triton.jit
 def forward_steps(
-    S, T_ptr, w_ptr, kg_ptr, decay_ptr, v_ptr, v_row, v_head, h_ptr, r_ptr, first, length, chunk, count, h, vv, HV,
+    S, T_ptr, w_ptr, kg_ptr, decay_ptr, v_ptr, v_row, h_ptr, r_ptr, first, length, chunk, count, h, vv, HV,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BV: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """The state after `count` chunks from S. Writes every chunk's entry state and r where asked for."""
@@ -54,7 +54,7 @@ def forward_steps(
     square = rows[:, None] * C + rows[None, :]
     for c in tl.range(0, count, num_stages=STAGES):
         entry = (chunk + c) * HV + h
-        v = load_tile(v_ptr + (first + c * C) * v_row + h * v_head, rows, v_row, vv, rows < length - c * C, V, BV)
+        v = load_tile(v_ptr + (first + c * C) * v_row + h * V, rows, v_row, vv, rows < length - c * C, V, BV)
         T = tl.load(T_ptr + entry * (2 * C * C) + square)
         rest = tl.load(T_ptr + entry * (2 * C * C) + C * C + square)
         w = tl.load(w_ptr + entry * (C * K) + tile)
@@ -73,7 +73,7 @@ def forward_steps(
 
 @triton.jit
 def reverse_steps(
-    dS, Aqk_ptr, T_ptr, w_ptr, kg_ptr, qg_ptr, decay_ptr, do_ptr, do_row, do_head, dh_ptr, dr_ptr, dv_ptr, first, length, chunk, count, h,
+    dS, Aqk_ptr, T_ptr, w_ptr, kg_ptr, qg_ptr, decay_ptr, do_ptr, do_row, dh_ptr, dr_ptr, dv_ptr, first, length, chunk, count, h,
     vv, HV,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BV: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -86,7 +86,7 @@ def reverse_steps(
     for back in tl.range(0, count, num_stages=STAGES):
         c = count - 1 - back
         entry = (chunk + c) * HV + h
-        do = load_tile(do_ptr + (first + c * C) * do_row + h * do_head, rows, do_row, vv, rows < length - c * C, V, BV)
+        do = load_tile(do_ptr + (first + c * C) * do_row + h * V, rows, do_row, vv, rows < length - c * C, V, BV)
         Aqk = tl.load(Aqk_ptr + entry * (C * C) + square)
         kg = tl.load(kg_ptr + entry * (C * K) + tile)
         qg = tl.load(qg_ptr + entry * (C * K) + tile)
