@@ -116,6 +116,20 @@ def test_prefix_products_of_softplus(rate, top):
     assert ((exact.double() - want) / want).abs().max() < 1.5e-5
 
 
+@pytest.mark.parametrize("size", [2.0**-20, 2.0**-13, 2.0**-11, 1.0, 2.0**10])
+def test_norms_from_the_diagonal_of_the_scores(size):
+    """k exp(G) and k exp(-G) in bf16: their products give 1 / |k| within 1e-3 in the product form at its lower bound throughout, and in
+    halves at 25 bits a token, be the keys so small that 1e-6 decides."""
+    k = BF16(size * torch.randn(64, 16, 128, generator=torch.Generator().manual_seed(0)))
+    want = torch.rsqrt((k * k).sum(-1) + 1e-6)
+    product = -5.0 / math.log(2.0) * torch.arange(1, 17)
+    in_halves = A - HELD * torch.arange(1, 9).repeat(2)
+    for e in (product, in_halves):
+        e = e[:, None]
+        found = torch.rsqrt((BF16(k * torch.exp2(e)) * BF16(k * torch.exp2(-e))).sum(-1) + 1e-6)
+        assert ((found - want) / want).abs().max() < 1e-3
+
+
 def spiked(**kw):
     """Resets of single tokens, of stretches across a half's and a block's end, of half the channels, among slow decays"""
     c = make_case(

@@ -1,6 +1,7 @@
 """The preparation roles of the Hopper forward: from the raw tiles of a group (4 blocks of 16 tokens) to what the scan reads.
 
-Per block, r_k, r_q the inverse norms (1 without l2norm), G the inclusive base-2 prefix sum of the log decay:
+Per block, r_k, r_q the inverse norms (1 without l2norm; |k|^2 is the diagonal of kd ki^T), G the inclusive base-2 prefix sum of the log
+decay:
 
     kd = k exp(G)    qd = q exp(G)    ki = k / exp(G)  (or kg = k exp(G_C - G))        norms, beta, scale: rows of 16x16 blocks only
                                                   kd, qd with a factor 2^anchor, read and write with its inverse (halves.py; else 1)
