@@ -59,7 +59,11 @@ def loaded(name: str, binary: bytes, metadata: dict[str, object], device: int) -
     return Loaded(function, threads, shared, maps)
 
 
-_reader = threading.local()
+class _Reader(threading.local):
+    read: Callable[[], None] = staticmethod(lambda: None)  # in a thread that did not ask: any plain launch of such a kernel
+
+
+_reader = _Reader()
 
 
 class TellingSource:
