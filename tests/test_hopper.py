@@ -23,8 +23,8 @@ def split_config(problem, how, steps=4):
         return Config(base_tiles(problem, config.FULL))
     if how == "half":
         return Config(base_tiles(problem, config.HALF))
-    if how == "wide":
-        return Config(base_tiles(problem, config.FULL))
+    if how.startswith("turns"):
+        return Config(base_tiles(problem, config.HALF if how == "turns half" else config.FULL, split="turns"))
     state = base_tiles(problem, config.PAIRS, outputs=False, split="state")
     if how == "tails":
         first = base_tiles(problem, config.FULL, split="tails")
@@ -45,11 +45,24 @@ def check(c, cfg=None):
 
 
 @pytest.mark.parametrize("regime", ["random", "init", "zero", "extreme", "mixed"])
-@pytest.mark.parametrize("how", ["full", "half", "wide", *SPLIT])
+@pytest.mark.parametrize("how", ["full", "half", "turns", "turns half", *SPLIT])
 @pytest.mark.parametrize("kw", [dict(T=300, B=2), dict(lengths=RAGGED)], ids=["fixed", "ragged"])
 def test_every_way_of_cutting(how, regime, kw):
     c = case(regime, **kw)
     check(c, split_config(c.described()[0], how))
+
+
+@pytest.mark.parametrize("bounded", [True, False], ids=["bounded", "softplus"])
+@pytest.mark.parametrize("how", ["turns", "turns half"])
+@pytest.mark.parametrize("kw", [dict(T=300, B=4), dict(lengths=(330, 70, 0, 33, 1, 130))], ids=["fixed", "ragged"])
+def test_blocks_take_several_items(how, kw, bounded):
+    """More sequences times heads than multiprocessors: the bits of blocks that take one, whoever takes what."""
+    c = case("init", H=48, bounded=bounded, **kw)
+    problem, inputs = c.described()
+    found = check(c, split_config(problem, how))
+    for other in (how, "half" if how == "turns half" else "full"):
+        again = launch.forward(problem, inputs, split_config(problem, other))
+        assert all(torch.equal(x, y) for x, y in zip(found, again, strict=True))
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import torch
 
 from openkda.hopper import driver, kept, launch, runtime, why_not
 from openkda.hopper.compat import Loaded, loaded
-from openkda.hopper.config import COSTS, SHARED_BYTES, STEP, Cut, choose, expected, group_bytes, makespan
+from openkda.hopper.config import COSTS, MULTIPROCESSORS, SHARED_BYTES, STEP, Cut, choose, expected, group_bytes, makespan
 from openkda.hopper.runtime import Launch, Matrix, Pointer, Ready
 from openkda.hopper.scan import DROP_BITS
 from openkda.hopper.tiles import stack_layout
@@ -133,6 +133,21 @@ def test_workspace_holds_each_buffer_once(problem, change):
     offsets = sorted({x.offset for x in pointers})
     assert len(offsets) == len({(x.offset, x.dtype) for x in pointers})
     assert all(x % 16 == 0 and x < size for x in offsets)
+
+
+@pytest.mark.parametrize("H", [4, 64, 96, 200])
+@pytest.mark.parametrize("change", [dict(T=4096, N=3, B=3), dict(T=4096, N=3, varlen=True), dict(T=64)], ids=str)
+def test_blocks_take_turns_where_multiprocessors_are_fewer(problem, H, change):
+    """By tickets, one column of a table, where lengths may differ."""
+    p = problem.replace(H=H, HV=H, **change)
+    config = choose(p)
+    one = launches_of(p)[0][-1]
+    args = dict(zip(one.kernel.arg_names, one.args, strict=False))
+    if config.forward.split == "turns":
+        assert args["items"] == p.N * H and one.grid[0] == MULTIPROCESSORS // one.grid[1] < args["items"]
+        assert args["tickets_ptr"] == (args["segments_ptr"]._replace(offset=0) if p.varlen else None)
+    elif not config.steps:
+        assert args["items"] == one.grid[0] and one.grid[0] * one.grid[1] <= MULTIPROCESSORS and args["tickets_ptr"] is None
 
 
 def test_lengths_and_strides_compile_nothing_new(problem):

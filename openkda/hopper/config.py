@@ -36,7 +36,7 @@ class Tiles:
     l2norm: bool
     beta: str  # "given", "sigmoid", "twice" (2 * sigmoid)
     state_v_first: bool
-    split: str  # which work a block takes from the segment table: "none", "segments", "tails", ... (locate in segments.py)
+    split: str  # which work a block takes from the segment table: "none", "turns", "tails", ... (locate in segments.py)
     pdl: bool
 
 
@@ -96,13 +96,14 @@ WORKSPACE = 512 * 2**20  # bytes that entry states and summaries may take
 @dataclass(frozen=True)
 class Costs:
     """What the choice knows of the kernels: microseconds on an H200, most multiprocessors at work (tools/tune_hopper.py measures them).
-    A block takes a start and so much a step."""
+    A block takes a start, so much a step, and a turn between two items."""
 
     full: float  # a step of the forward, all of V in a block
     half: float  # V in two
     own: float  # of the forward with its own tail
     state: float  # of the state-only passes
     start: float = 11.6
+    turn: float = 5.0  # from an item to the next; where each block takes one, a start
     half_start: float = 10.2
     entry_start: float = 14.5  # of a forward block that reads its entry state
     tail_start: float = 8.0  # of the pass over the tails
@@ -117,7 +118,9 @@ class Costs:
 
 
 PRODUCT = Costs(full=1.83, half=1.32, own=1.8, state=2.33)
-COSTS = {"product": PRODUCT, "halves": replace(PRODUCT.slower(1.18), state=3.15), "levels": PRODUCT.slower(2.85)}
+COSTS = {
+    "product": PRODUCT, "halves": replace(PRODUCT.slower(1.18), state=3.15, turn=11.6), "levels": replace(PRODUCT.slower(2.85), turn=11.6),
+}  # fmt: skip
 WORTH = 0.95  # of the time of an unsplit run: what a cut must promise
 
 
@@ -161,7 +164,8 @@ def expected(cut: Cut, batch: Batch, HV: int, costs: Costs) -> tuple[float, floa
         return c.idle * -(-sum(copies for _, copies in blocks) * HV // MULTIPROCESSORS)
 
     if cut.how == "unsplit":
-        time = unsplit(batch)
+        step, start, heads = (c.full, c.start, HV) if cut.shape == "full" else (c.half, c.half_start, 2 * HV)
+        time = start - c.turn + makespan([(c.turn + step * n, copies * heads) for n, copies in batch])
         return time, time
     long, short = ([x for x in batch if (x[0] > cut.steps) == above] for above in (True, False))
     parts = [-(-n // cut.steps) for n, _ in long]
@@ -229,7 +233,9 @@ def config_of(problem: Problem, cut: Cut, times: tuple[float, float]) -> Config:
     blocks = "one block a head" if unsplit is FULL else "64 rows of V a block"
     fast, slow = times
     if cut.how == "unsplit":
-        return Config(base_tiles(p, unsplit), reason=f"unsplit, {blocks}: about {slow:.0f} us")
+        # More items than blocks: in turn, where that is faster. Unbounded gates lose 2 to 5 % by it (docs/hopper_prefill.md).
+        turns = p.N * p.HV * (p.V // unsplit["R"]) > MULTIPROCESSORS and base_tiles(p, unsplit).form == "product"
+        return Config(base_tiles(p, unsplit, split="turns" if turns else "none"), reason=f"unsplit, {blocks}: about {slow:.0f} us")
     whole = base_tiles(p, unsplit, split="whole", pdl=True)
     state = base_tiles(p, PAIRS, outputs=False, split="state", pdl=True)
     split, where, otherwise = {

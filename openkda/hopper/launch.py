@@ -99,11 +99,13 @@ def launches(problem: Problem, config: Config, strides: Strides, kinds: Kinds) -
 
     def forward(tiles: Tiles, table: Pointer, rows: int, entry: Pointer | None = None, known: Pointer | None = None) -> Launch:
         out = Matrix(O, p.dtype, R, HV * V, HV * V, BLOCK, tiles.R)
+        items, turns = rows * HV, tiles.split == "turns"
         args = (
             q, k, matrix(V_, BLOCK, tiles.R), g, out, Pointer(O, p.dtype), beta, A_log, dt_bias, initial, final, entry, known, table,
-            HV, p.group, NS, config.tail, bound, p.scale,
+            split if p.varlen and turns else None, items, HV, p.group, NS, config.tail, bound, p.scale,
         )  # fmt: skip
-        return Launch(prefill.forward_kernel, (rows * HV, V // tiles.R, 1), args, (tiles,), tiles.scan_warps, tiles.pdl)
+        blocks = min(items, MULTIPROCESSORS * tiles.R // V) if turns else items
+        return Launch(prefill.forward_kernel, (blocks, V // tiles.R, 1), args, (tiles,), tiles.scan_warps, tiles.pdl)
 
     if not config.steps:
         return [*found, forward(config.forward, whole, p.N)], work

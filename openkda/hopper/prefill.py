@@ -12,20 +12,20 @@ from __future__ import annotations
 from openkda.hopper.compat import gdc_launch_dependents, gdc_wait, gl, gluon
 from openkda.hopper.prep import load_role, prep_role
 from openkda.hopper.scan import Output, Sink, States, forward_scan, summary_scan
-from openkda.hopper.segments import locate
+from openkda.hopper.segments import Deal, Queue, locate, make_queue
 from openkda.hopper.tiles import Source, make_ring, tile_layout
 
 
 @gluon.jit
-def scan_role(ring, out, states, sink, work, segment, HV, NS, T: gl.constexpr):
+def scan_role(ring, out, states, sink, deal, queue, work, segment, HV, NS, T: gl.constexpr):
     if T.outputs:
-        forward_scan(ring, out, states, sink.known_ptr, work, segment, HV, NS, T)
+        forward_scan(ring, out, states, deal, queue, work, segment, HV, NS, T)
     else:
         summary_scan(ring, states, sink, work, segment, HV, NS, T)
 
 
 @gluon.jit
-def run_roles(scan, ring, src, work, T: gl.constexpr):
+def run_roles(scan, ring, src, deal, queue, work, T: gl.constexpr):
     """The scan, with arguments `scan`, in the default partition beside the preparation and the load warps. State-only passes have no q and
     one preparation partition."""
     regs: gl.constexpr = T.prep_regs
@@ -33,12 +33,12 @@ def run_roles(scan, ring, src, work, T: gl.constexpr):
         gl.warp_specialize(
             [
                 (scan_role, scan),
-                (prep_role, (ring, src, work, 0, T)),
-                (prep_role, (ring, src, work, 1, T)),
-                (load_role, (ring, src, work, "g", T)),
-                (load_role, (ring, src, work, "k", T)),
-                (load_role, (ring, src, work, "q", T)),
-                (load_role, (ring, src, work, "v", T)),
+                (prep_role, (ring, src, deal, queue, work, 0, T)),
+                (prep_role, (ring, src, deal, queue, work, 1, T)),
+                (load_role, (ring, src, deal, queue, work, "g", T)),
+                (load_role, (ring, src, deal, queue, work, "k", T)),
+                (load_role, (ring, src, deal, queue, work, "q", T)),
+                (load_role, (ring, src, deal, queue, work, "v", T)),
             ],
             [4, 4, 1, 1, 1, 1],
             [regs, regs, 24, 24, 24, 24],
@@ -47,34 +47,35 @@ def run_roles(scan, ring, src, work, T: gl.constexpr):
         gl.warp_specialize(
             [
                 (scan_role, scan),
-                (prep_role, (ring, src, work, 0, T)),
-                (load_role, (ring, src, work, "g", T)),
-                (load_role, (ring, src, work, "k", T)),
-                (load_role, (ring, src, work, "v", T)),
+                (prep_role, (ring, src, deal, queue, work, 0, T)),
+                (load_role, (ring, src, deal, queue, work, "g", T)),
+                (load_role, (ring, src, deal, queue, work, "k", T)),
+                (load_role, (ring, src, deal, queue, work, "v", T)),
             ],
             [4, 1, 1, 1],
             [regs, 24, 24, 24],
         )
 
 
-@gluon.jit(do_not_specialize=["HV", "group", "NS", "tail"], do_not_specialize_on_alignment=["beta_ptr"])
+@gluon.jit(do_not_specialize=["items", "HV", "group", "NS", "tail"], do_not_specialize_on_alignment=["beta_ptr"])
 def forward_kernel(
     q_desc, k_desc, v_desc, g_desc, o_desc, o_ptr, beta_ptr, A_log_ptr, dt_bias_ptr, initial_ptr, final_ptr, entry_ptr, known_ptr,
-    segments_ptr, HV, group, NS, tail, lower_bound, scale, T: gl.constexpr, num_warps: gl.constexpr,
+    segments_ptr, tickets_ptr, items, HV, group, NS, tail, lower_bound, scale, T: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """o and final_state of the work that T.split assigns to this launch"""
     R: gl.constexpr = T.R
     if T.pdl:
         gdc_launch_dependents()
         gdc_wait()
-    segment = gl.program_id(0) // HV  # heads vary first: the longest sequences, first in their table, start first
-    head = gl.program_id(0) % HV
-    work = locate(segments_ptr, known_ptr, segment, head, group, gl.program_id(1) * R, NS, tail, T)
+    deal = Deal(segments_ptr, tickets_ptr, known_ptr, items, HV, group, NS, tail)
+    work = locate(deal, gl.program_id(0), T)
     src = Source(q_desc, k_desc, v_desc, g_desc, beta_ptr, A_log_ptr, dt_bias_ptr, HV, lower_bound, scale)
     ring = make_ring(src, T)
+    queue = make_queue() if tickets_ptr is not None else Queue(None, None, None)
     out = Output(o_desc, o_ptr, gl.allocate_shared_memory(o_desc.dtype, [2, 16, R], tile_layout(16)))
     states = States(initial_ptr, final_ptr, entry_ptr)
-    run_roles((ring, out, states, Sink(None, known_ptr, tail), work, segment, HV, NS, T), ring, src, work, T)
+    sink = Sink(None, known_ptr, tail)
+    run_roles((ring, out, states, sink, deal, queue, work, gl.program_id(0) // HV, HV, NS, T), ring, src, deal, queue, work, T)
 
 
 @gluon.jit(do_not_specialize=["HV", "group", "NS", "tail"], do_not_specialize_on_alignment=["beta_ptr"])
@@ -86,10 +87,11 @@ def state_kernel(
     if T.pdl:
         gdc_launch_dependents()
         gdc_wait()
-    segment = gl.program_id(0) // HV
-    head = gl.program_id(0) % HV
-    work = locate(segments_ptr, known_ptr, segment, head, group, 0, NS, tail, T)
+    deal = Deal(segments_ptr, None, known_ptr, gl.num_programs(0), HV, group, NS, tail)
+    work = locate(deal, gl.program_id(0), T)
     src = Source(k_desc, k_desc, v_desc, g_desc, beta_ptr, A_log_ptr, dt_bias_ptr, HV, lower_bound, 1.0)
     ring = make_ring(src, T)
+    queue = Queue(None, None, None)
     states = States(initial_ptr, None, entry_ptr)
-    run_roles((ring, None, states, Sink(summary_ptr, known_ptr, tail), work, segment, HV, NS, T), ring, src, work, T)
+    sink = Sink(summary_ptr, known_ptr, tail)
+    run_roles((ring, None, states, sink, deal, queue, work, gl.program_id(0) // HV, HV, NS, T), ring, src, deal, queue, work, T)

@@ -21,6 +21,7 @@ from openkda.hopper.compat import fence_async_shared, gl, gluon, mbarrier, mma_v
 from openkda.hopper.decay import decay_constants, log2_decay, neutral_gate
 from openkda.hopper.halves import anchor, half_constants, half_tiles
 from openkda.hopper.levels import level_tiles
+from openkda.hopper.segments import locate, next_item
 from openkda.hopper.tiles import (
     WIDTH,
     add,
@@ -39,9 +40,9 @@ from openkda.hopper.tiles import (
 
 
 @gluon.jit
-def load_role(ring, src, work, what: gl.constexpr, T: gl.constexpr):
-    """Request the raw tiles of one operand ("g", "k", "q", "v") of all blocks, two blocks at a time, as soon as their place is free. A warp
-    per operand: requests take long enough to hold up the preparation if one warp makes them all."""
+def load_item(ring, src, work, before, what: gl.constexpr, T: gl.constexpr):
+    """Request the raw tiles of one operand ("g", "k", "q", "v") of all blocks, two blocks at a time, as soon as their place is free.
+    `before` groups have been in the ring."""
     K: gl.constexpr = T.K
     V: gl.constexpr = T.V
     halves: gl.constexpr = 2 * T.groups
@@ -53,19 +54,38 @@ def load_role(ring, src, work, what: gl.constexpr, T: gl.constexpr):
         column = work.head * V + work.row0
     else:
         column = work.qk_head * K
-    for it in range((work.steps + 1) // 2 * 2):
+    row = work.start - before * 64
+    for it in range(2 * before, 2 * before + (work.steps + 1) // 2 * 2):
         at = it % halves
         full = ring.full.index(at // 2)
         mbarrier.wait(ring.empty.index(at), ((it // halves) & 1) ^ 1)
-        if it < work.steps:
+        if it < 2 * before + work.steps:
             mbarrier.expect(full, 2 * desc.block_type.nbytes)
             for c in gl.static_range(2):
                 tile = tiles.index(2 * at + c)
                 if what == "k" or what == "q":
                     tile = tile.slice(16 if what == "q" else 0, 16, dim=0)
-                tma.async_copy_global_to_shared(desc, [work.start + it * 32 + 16 * c, column], full, tile)
+                tma.async_copy_global_to_shared(desc, [row + it * 32 + 16 * c, column], full, tile)
         else:
             mbarrier.arrive(full, count=1)
+
+
+@gluon.jit
+def load_role(ring, src, deal, queue, work, what: gl.constexpr, T: gl.constexpr):
+    """A warp per operand: requests take long enough to hold up the preparation if one warp makes them all."""
+    if T.split == "turns":
+        before = 0
+        turn = 0
+        item = gl.program_id(0)
+        while item < deal.items:
+            load_item(ring, src, work, before, what, T)
+            before += (work.steps + 1) // 2
+            item = next_item(deal, queue, item, turn, what == "g")
+            turn += 1
+            if item < deal.items:
+                work = locate(deal, item, T)
+    else:
+        load_item(ring, src, work, 0, what, T)
 
 
 @gluon.jit
@@ -151,12 +171,12 @@ def product_tiles(ring, at, consts, T: gl.constexpr):
 
 
 @gluon.jit
-def prepare_group(ring, src, work, group, beta, consts, T: gl.constexpr):
+def prepare_group(ring, src, work, group, at, beta, consts, T: gl.constexpr):
+    """Group `group` of the item, in place `at` of the ring"""
     K: gl.constexpr = T.K
     groups: gl.constexpr = T.groups
     dtype: gl.constexpr = src.k.dtype
     bits: gl.constexpr = src.g.dtype.primitive_bitwidth
-    at = group % groups
     kq = ring.kq._reinterpret(dtype, [groups, 4, 32, K], stack_layout(32, K, 16)).index(at)
     ki = ring.ki._reinterpret(dtype, [groups, 4, bits, K], stack_layout(bits, K, 16)).index(at)
     tz = ring.tz._reinterpret(dtype, [groups, 4, 32, 16], stack_layout(32, 16, 16, 32)).index(at)
@@ -190,18 +210,37 @@ def prepare_group(ring, src, work, group, beta, consts, T: gl.constexpr):
 
 
 @gluon.jit
-def prep_role(ring, src, work, first: gl.constexpr, T: gl.constexpr):
-    """Groups first, first + preps, ... of this block's work"""
+def prep_item(ring, src, work, before, first, T: gl.constexpr):
+    """Groups first, first + preps, ... of the item"""
     groups: gl.constexpr = T.groups
     preps: gl.constexpr = T.preps
     consts = half_constants(src, work, T) if T.form == "halves" else decay_constants(src, work, T)
     raw, live = load_beta(src, work, first + work.steps * 0)
     for turn in range(((work.steps + 1) // 2 + preps - 1 - first) // preps):
         group = turn * preps + first
-        at = group % groups
-        phase = (group // groups) & 1
+        at = (before + group) % groups
+        phase = ((before + group) // groups) & 1
         beta = activate_beta(raw, live, T)
         raw, live = load_beta(src, work, group + preps)  # a turn ahead: nothing waits for it
         mbarrier.wait(ring.full.index(at), phase)
-        prepare_group(ring, src, work, group, beta, consts, T)
+        prepare_group(ring, src, work, group, at, beta, consts, T)
         mbarrier.arrive(ring.ready.index(at), count=1)
+
+
+@gluon.jit
+def prep_role(ring, src, deal, queue, work, part: gl.constexpr, T: gl.constexpr):
+    """The groups of the ring whose number is `part`, modulo the preparation partitions"""
+    preps: gl.constexpr = T.preps
+    if T.split == "turns":
+        before = 0
+        turn = 0
+        item = gl.program_id(0)
+        while item < deal.items:
+            prep_item(ring, src, work, before, (part + (preps - 1) * before) % preps, T)
+            before += (work.steps + 1) // 2
+            item = next_item(deal, queue, item, turn, False)
+            turn += 1
+            if item < deal.items:
+                work = locate(deal, item, T)
+    else:
+        prep_item(ring, src, work, 0, part, T)

@@ -14,6 +14,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from openkda.hopper.compat import fence_async_shared, gl, gluon, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from openkda.hopper.segments import locate, next_item
 from openkda.hopper.tiles import group_layout, to_f32
 
 DROP_BITS = gl.constexpr(40)  # a tail's M with no entry above 2^-DROP_BITS drops what lies before it (segments.py)
@@ -196,25 +197,36 @@ def forgets(ring, work, T: gl.constexpr):
 
 
 @gluon.jit
-def drain(ring, work, stop, T: gl.constexpr):
-    """Free the steps from `stop` on: what is in flight must land before the block ends"""
+def drain(ring, stop, end, T: gl.constexpr):
+    """Free the steps from `stop` to `end`: what is in flight must land before the block ends, or the ring goes on"""
     halves: gl.constexpr = 2 * T.groups
-    for it in range(stop, work.steps):
+    for it in range(stop, end):
         at = it % halves
         mbarrier.wait(ring.ready.index(at // 2), (it // halves) & 1)
         mbarrier.arrive(ring.empty.index(at), count=1)
 
 
 @gluon.jit
-def scan_rows(ring, out, states, known_ptr, work, segment, HV, NS, T: gl.constexpr):
+def end_item(ring, stop, before, work, T: gl.constexpr):
+    """Free what of the item's groups the scan has not freed, from block `stop` on"""
+    if T.split == "tails":
+        drain(ring, stop // 2, work.steps, T)
+    if T.split == "turns":
+        gl.thread_barrier()  # every warp has read the last block: one thread's arrival stands for all
+        drain(ring, stop // 2, 2 * before + (work.steps + 1) // 2 * 2, T)
+
+
+@gluon.jit
+def scan_rows(ring, before, out, states, known_ptr, work, segment, HV, NS, T: gl.constexpr):
     """R rows of V, one chain of products"""
     K: gl.constexpr = T.K
     R: gl.constexpr = T.R
     L: gl.constexpr = group_layout(K, gl.num_warps())
     L16: gl.constexpr = group_layout(16, gl.num_warps())
     blocks: gl.constexpr = 4 * T.groups
-    first = 2 * work.tail
-    stop = (work.end - work.start + 15) // 16 * (work.steps > 0).to(gl.int32)
+    first = 4 * before + 2 * work.tail
+    stop = 4 * before + (work.end - work.start + 15) // 16 * (work.steps > 0).to(gl.int32)
+    row = work.start - 64 * before
     if T.split == "tails":
         known = forgets(ring, work, T)
     S = first_state(states, segment, work, HV, 0, R, T)
@@ -236,7 +248,7 @@ def scan_rows(ring, out, states, known_ptr, work, segment, HV, NS, T: gl.constex
         v = load_values(ring, b, 0, R)
         read = ring.read.index(b).load(L16)
         if n > first:
-            store_rows(out, (o,), work.start + 16 * (n - 1), n & 1, work, HV, T)
+            store_rows(out, (o,), row + 16 * (n - 1), n & 1, work, HV, T)
         XO = warpgroup_mma_wait(0, deps=(XO,))
         RO, O = start_solve(ring, b, XO, v, read)
         decay = ring.decay.index(b).load(L)
@@ -252,22 +264,22 @@ def scan_rows(ring, out, states, known_ptr, work, segment, HV, NS, T: gl.constex
         if n % 2 == 1:
             mbarrier.arrive(ring.empty.index(b // 2), count=1)
     if stop > first:
-        store_rows(out, (o,), work.start + 16 * (stop - 1), stop & 1, work, HV, T)
-    if T.split == "tails":
-        drain(ring, work, stop // 2, T)
+        store_rows(out, (o,), row + 16 * (stop - 1), stop & 1, work, HV, T)
+    end_item(ring, stop, before, work, T)
     tma.store_wait(0)
     last_state(states, S, work, HV, 0, T)
 
 
 @gluon.jit
-def scan_two_rows(ring, out, states, known_ptr, work, segment, HV, NS, T: gl.constexpr):
+def scan_two_rows(ring, before, out, states, known_ptr, work, segment, HV, NS, T: gl.constexpr):
     """128 rows of V as two chains of products that fill each other's waits"""
     K: gl.constexpr = T.K
     L: gl.constexpr = group_layout(K, gl.num_warps())
     L16: gl.constexpr = group_layout(16, gl.num_warps())
     blocks: gl.constexpr = 4 * T.groups
-    first = 2 * work.tail
-    stop = (work.end - work.start + 15) // 16 * (work.steps > 0).to(gl.int32)
+    first = 4 * before + 2 * work.tail
+    stop = 4 * before + (work.end - work.start + 15) // 16 * (work.steps > 0).to(gl.int32)
+    row = work.start - 64 * before
     if T.split == "tails":
         known = forgets(ring, work, T)
     S0 = first_state(states, segment, work, HV, 0, 64, T)
@@ -292,7 +304,7 @@ def scan_two_rows(ring, out, states, known_ptr, work, segment, HV, NS, T: gl.con
         v = load_values(ring, b, 0, 64)
         read = ring.read.index(b).load(L16)
         if n > first:
-            store_rows(out, (o0, o1), work.start + 16 * (n - 1), n & 1, work, HV, T)
+            store_rows(out, (o0, o1), row + 16 * (n - 1), n & 1, work, HV, T)
         XO0 = warpgroup_mma_wait(0, deps=(XO0,))
         RO0, O0 = start_solve(ring, b, XO0, v, read)
         XO1 = start_read(ring, b, S1)
@@ -320,20 +332,37 @@ def scan_two_rows(ring, out, states, known_ptr, work, segment, HV, NS, T: gl.con
         if n % 2 == 1:
             mbarrier.arrive(ring.empty.index(b // 2), count=1)
     if stop > first:
-        store_rows(out, (o0, o1), work.start + 16 * (stop - 1), stop & 1, work, HV, T)
-    if T.split == "tails":
-        drain(ring, work, stop // 2, T)
+        store_rows(out, (o0, o1), row + 16 * (stop - 1), stop & 1, work, HV, T)
+    end_item(ring, stop, before, work, T)
     tma.store_wait(0)
     last_state(states, S0, work, HV, 0, T)
     last_state(states, S1, work, HV, 64, T)
 
 
 @gluon.jit
-def forward_scan(ring, out, states, known_ptr, work, segment, HV, NS, T: gl.constexpr):
+def forward_item(ring, before, out, states, known_ptr, work, segment, HV, NS, T: gl.constexpr):
+    """An item, when `before` groups have been in the ring"""
     if T.R == 64:
-        scan_rows(ring, out, states, known_ptr, work, segment, HV, NS, T)
+        scan_rows(ring, before, out, states, known_ptr, work, segment, HV, NS, T)
     else:
-        scan_two_rows(ring, out, states, known_ptr, work, segment, HV, NS, T)
+        scan_two_rows(ring, before, out, states, known_ptr, work, segment, HV, NS, T)
+
+
+@gluon.jit
+def forward_scan(ring, out, states, deal, queue, work, segment, HV, NS, T: gl.constexpr):
+    if T.split == "turns":
+        before = 0
+        turn = 0
+        item = gl.program_id(0)
+        while item < deal.items:
+            forward_item(ring, before, out, states, deal.known_ptr, work, segment, HV, NS, T)
+            before += (work.steps + 1) // 2
+            item = next_item(deal, queue, item, turn, False)
+            turn += 1
+            if item < deal.items:
+                work = locate(deal, item, T)
+    else:
+        forward_item(ring, 0, out, states, deal.known_ptr, work, segment, HV, NS, T)
 
 
 @gluon.jit

@@ -2,7 +2,7 @@
 
 A sequence is cut into segments of nearly equal numbers of 32-token steps, by lengths alone. `segment table [NS, 8] int32`, one row each:
 
-    sequence (-1: unused row), first row, end row, sequence's first row, sequence's end row, sequence's first segment, its segment count, 0
+    sequence (-1: unused row), first row, end row, sequence's first row, its end row, its first segment, its segment count, a ticket
 
 `known [HV, NS] int32` says, per head and segment, whether `entry [NS, HV, V, K]` already holds the segment's entry state. The tail pass
 runs the state over the last steps before each segment from (0, I) and so gets (M, b): the true entry state is E M + b for the unknown state
@@ -12,11 +12,13 @@ Where M is not that small, `summary` gives (M, b) of whole segments and `combine
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
-from openkda.hopper.compat import gdc_launch_dependents, gdc_wait, gl, gluon
-from openkda.hopper.tiles import Work
+from openkda.hopper.compat import gdc_launch_dependents, gdc_wait, gl, gluon, mbarrier
+from openkda.hopper.tiles import Work, plain_shared
 
 DROP_BITS = tl.constexpr(40.0)
 COLUMNS = tl.constexpr(8)  # of the segment table
@@ -86,6 +88,7 @@ def _store_row(ptr, s, mask, sequence, begin, end, first, stop, segment, count):
     tl.store(row + 4, stop, mask=mask)
     tl.store(row + 5, segment, mask=mask)
     tl.store(row + 6, count, mask=mask)
+    tl.store(row + 7, sequence * 0, mask=mask)
 
 
 @gluon.jit
@@ -99,18 +102,80 @@ def all_known(known, first, count):
     return low
 
 
-@gluon.jit
-def locate(segments_ptr, known_ptr, segment, head, group, row0, NS, tail, T: gl.constexpr):
-    """The work of one block. T.split says what the block serves:
+class Deal(NamedTuple):
+    """The items of a launch, segments times heads, heads first. Where there are more than blocks, blocks take several in turn (T.split is
+    "turns"), block b of P first item b. In a ragged batch it then takes the first that nobody has, by a ticket, when it has requested all
+    tiles of its last: the longest are first. Else b + P, ...: all are as long. Results do not depend on who takes what."""
 
-    none          the segment, which is a whole sequence
+    segments_ptr: object  # the table
+    tickets_ptr: object  # a table whose column 7 counts, row by row for the parts of V, the items taken beyond the blocks' first; or None
+    known_ptr: object
+    items: object
+    HV: object
+    group: object  # value heads of a q/k head
+    NS: object
+    tail: object  # steps of a tail
+
+
+class Queue(NamedTuple):
+    """By which the role that takes tickets tells the others; all None without tickets"""
+
+    items: object  # [DEPTH, 1] int32
+    told: object  # [DEPTH] barriers
+    heard: object
+
+
+DEPTH = gl.constexpr(4)  # items ahead at most
+
+
+@gluon.jit
+def make_queue():
+    items = gl.allocate_shared_memory(gl.int32, [DEPTH, 1], plain_shared(1))
+    told = gl.allocate_shared_memory(gl.int64, [DEPTH, 1], mbarrier.MBarrierLayout())
+    heard = gl.allocate_shared_memory(gl.int64, [DEPTH, 1], mbarrier.MBarrierLayout())
+    for s in gl.static_range(DEPTH):
+        mbarrier.init(told.index(s), count=1)
+        mbarrier.init(heard.index(s), count=6)  # all roles but one
+    return Queue(items, told, heard)
+
+
+@gluon.jit
+def next_item(deal, queue, item, turn, tells: gl.constexpr):
+    """The item that this block takes after `item`, its turn-th from 0; deal.items or more if there is none. One role tells the others."""
+    if deal.tickets_ptr is None:
+        return item + gl.num_programs(0)
+    else:
+        L: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+        slot = turn % DEPTH
+        phase = (turn // DEPTH) & 1
+        if tells:
+            mbarrier.wait(queue.heard.index(slot), phase ^ 1)
+            found = gl.num_programs(0) + gl.atomic_add(deal.tickets_ptr + gl.program_id(1) * COLUMNS + 7, 1)
+            queue.items.index(slot).store(gl.full([1], found, gl.int32, L))
+            mbarrier.arrive(queue.told.index(slot), count=1)
+        else:
+            mbarrier.wait(queue.told.index(slot), phase)
+            found = gl.max(queue.items.index(slot).load(L), 0)
+            gl.thread_barrier()  # every warp has read it
+            mbarrier.arrive(queue.heard.index(slot), count=1)
+        return found
+
+
+@gluon.jit
+def locate(deal, item, T: gl.constexpr):
+    """The work of an item. T.split says what the item is:
+
+    none, turns   the segment, which is a whole sequence
     segments      the segment, from its entry state
     whole         the sequence, if the entry states of its segments are not all known; says which in `known` of its first segment
     segments_all  the segment, if `whole` before it said that all are known: to look again here made the loops of this kernel spill
     tails         the segment, after `tail` steps before it that may give its entry state
     state         with tail > 0 the last `tail` steps of the segment, for the entry state of the next one; with tail = 0 the segment's
                   (M, b), if the next one's entry state is not known"""
-    row = segments_ptr + segment * COLUMNS
+    segment = item // deal.HV
+    head = item % deal.HV
+    row0 = gl.program_id(1) * T.R
+    row = deal.segments_ptr + segment * COLUMNS
     sequence = gl.load(row)
     begin = gl.load(row + 1)
     end = gl.load(row + 2)
@@ -119,9 +184,9 @@ def locate(segments_ptr, known_ptr, segment, head, group, row0, NS, tail, T: gl.
     active = (sequence >= 0).to(gl.int32)
     start = begin
     back = begin * 0
-    known = known_ptr
-    if T.split != "none":
-        known += head * NS
+    known = deal.known_ptr
+    if T.split != "none" and T.split != "turns":
+        known += head * deal.NS
     if T.split == "whole":
         at = gl.load(row + 5)
         every = all_known(known, at, gl.load(row + 6))
@@ -131,19 +196,19 @@ def locate(segments_ptr, known_ptr, segment, head, group, row0, NS, tail, T: gl.
     if T.split == "segments_all":
         active = gl.where(gl.load(row + 6) > 1, active * gl.load(known + gl.load(row + 5)), active)
     if T.split == "tails":
-        back = gl.minimum(tail, (begin - first) // 32)
+        back = gl.minimum(deal.tail, (begin - first) // 32)
         start = begin - 32 * back
     if T.split == "state":
         active = active * (1 - is_last)
-        if tail > 0:
-            start = gl.maximum(begin, end - 32 * tail)
+        if deal.tail > 0:
+            start = gl.maximum(begin, end - 32 * deal.tail)
         elif active != 0:
             active = 1 - gl.load(known + segment + 1)
     live = active != 0
     steps = gl.where(live, (end - start + 31) // 32, 0)
     return Work(
-        sequence, start, end, steps, gl.where(live, back, 0), head, head // group, row0, live & (start == first), live & (start != first),
-        live & (is_last != 0),
+        sequence, start, end, steps, gl.where(live, back, 0), head, head // deal.group, row0, live & (start == first),
+        live & (start != first), live & (is_last != 0),
     )  # fmt: skip
 
 
