@@ -226,6 +226,7 @@ class Cell:
         """The call as backends see it."""
         return self.case.described()[0]
 
+    @torch.inference_mode(False)  # what a call reads of cu_seqlens is remembered of tensors with a version alone
     def rotated(self) -> list[Args]:
         """As many copies of the inputs as exceed twice the L2 together, at least two."""
         l2 = torch.cuda.get_device_properties(self.device).L2_cache_size

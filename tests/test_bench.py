@@ -270,6 +270,15 @@ def test_table():
     assert " no" in next(line for line in text.splitlines() if "1.5000" in line)
 
 
+def test_rotated_inputs_have_versions(monkeypatch):
+    """A graph's calls must not read cu_seqlens anew, whatever mode the copies are made in."""
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(L2_cache_size=1))
+    with torch.inference_mode():
+        copies = toy_cell("T48_H2_N3_D16").rotated()
+    assert len(copies) >= 2 and not any(x.is_inference() for args in copies for x in args.values() if isinstance(x, torch.Tensor))
+    assert copies[0]["cu_seqlens"].data_ptr() != copies[1]["cu_seqlens"].data_ptr()
+
+
 def test_command_writes_everything(tmp_path):
     plot = tmp_path / "plots" / "times.png"
     result = command("--device", "cpu", "--shapes", f"{TOY},2x16_H1_D8", "--regimes", "random,init", "--json", tmp_path, "--plot", plot,
