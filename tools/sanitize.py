@@ -53,6 +53,8 @@ CASES = {  # arguments of make_case, and how to cut the call
     "unbounded gate, summaries": dict(regime="init", T=520, H=1, bounded=False, cut=Cut("summaries", "full", 6, 2)),
     "K-first bf16 states, grouped values": dict(regime="init", T=75, H=2, HV=4, state_v_first=False, state_dtype=torch.bfloat16),
     "fp16, half heads": dict(regime="init", T=75, H=2, K=64, V=64, dtype=torch.float16),
+    "turns": dict(regime="mixed", T=40, B=70, H=2),
+    "turns, ragged": dict(regime="mixed", lengths=tuple(1 + 7 * i % 90 for i in range(70)), H=2),
     "gradients": dict(regime="mixed", T=75, B=2, H=2, gradients=True),
     "gradients, ragged, grouped values": dict(regime="init", lengths=(5, 0, 33, 130, 1, 64), H=1, HV=2, gradients=True),
 }
