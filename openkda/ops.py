@@ -67,7 +67,8 @@ def chunk_kda(
         return_intermediate_states: also return the states at the entry of every chunk. Such a call is without gradients, o's included.
         state_v_first: states are [.., V, K]. transpose_state_layout: older name of the same option.
         cu_seqlens: [N + 1] int32 or int64, B = 1: the sequences packed along T. Must start at 0 and never fall; may end before T, where o
-            is 0. Reading it waits for the device once per tensor; give cu_seqlens_cpu, the same values on the CPU, to avoid that.
+            is 0. Reading it waits for the device once per tensor, and in every call for a tensor made in inference mode, whose changes
+            cannot be seen; give cu_seqlens_cpu, the same values on the CPU, to avoid that.
         use_graph: cu_seqlens may change between replays of a captured graph, so on a GPU it is not read on the host.
         max_num_seqs: with use_graph, the sequence count that cu_seqlens is padded to by repeating its last entry.
         A_log: [HV] (or [1, 1, HV, 1]). dt_bias: [HV * K] or [HV, K], default 0.
