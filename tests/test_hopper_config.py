@@ -1,13 +1,19 @@
 """The Hopper backend without a GPU: what it refuses and why, how calls are cut, and what its kernels compile to."""
 
 import ctypes
+import importlib
+import pkgutil
 import struct
 from itertools import pairwise, product
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from triton.runtime.jit import JITFunction
 
+import openkda.hopper
+import openkda.portable
 from openkda.hopper import driver, kept, launch, runtime, why_not
 from openkda.hopper.compat import Loaded, loaded
 from openkda.hopper.config import COSTS, MULTIPROCESSORS, SHARED_BYTES, STEP, Cut, choose, expected, group_bytes, makespan
@@ -199,6 +205,36 @@ def test_kernels_compiled_before_are_found_by_what_a_launch_depends_on(monkeypat
     (tmp_path / "source.py").write_text("changed")
     monkeypatch.setattr(kept, "__file__", str(tmp_path / "kept.py"))
     assert kept.find("launch", "kernel") is None  # of other sources
+
+
+def test_kept_names_hold_for_all_sources_and_every_state_of_the_compiler(monkeypatch, tmp_path):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(kept, "place", kept.place.__wrapped__)
+    monkeypatch.setattr(kept, "__file__", str(tmp_path / "hopper" / "kept.py"))
+    for folder in ("hopper", "portable"):
+        (tmp_path / folder).mkdir()
+        kept.keep({"launch": "ab" * 32})
+        assert kept.names() == {"launch": "ab" * 32}
+        (tmp_path / folder / "source.py").write_text("changed")
+        assert kept.names() == {}
+    kept.keep({"launch": "ab" * 32})
+    with monkeypatch.context() as other:
+        other.setenv("DISABLE_LLVM_OPT", "1")  # not one of TRITON_, and yet another kernel
+        assert kept.names() == {}
+    Path(kept.place().get_file(kept.FILE)).write_text('{"launch": ')
+    assert kept.names() == {} and kept.find("launch", "kernel") is None  # damaged
+    kept.keep({"launch": "cd" * 32})
+    assert kept.names() == {"launch": "cd" * 32}
+
+
+def test_kernels_call_nothing_whose_source_does_not_count():
+    """Functions that kernels of openkda/hopper may call come from the folders that `kept.place` reads."""
+    for package in (openkda.hopper, openkda.portable):
+        for name in (m.name for m in pkgutil.iter_modules(package.__path__)):
+            module = importlib.import_module(f"{package.__name__}.{name}")
+            for x in vars(module).values():
+                home = x.fn.__module__ if isinstance(x, JITFunction) else "triton"
+                assert home.startswith(("openkda.hopper.", "openkda.portable.", "triton")), f"{module.__name__}: {home}"
 
 
 def test_a_plan_keeps_what_it_bound():

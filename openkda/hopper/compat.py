@@ -79,6 +79,7 @@ def tell(kernel: JITFunction, read: Callable[[], None]) -> None:
     """Have `read` called when a source of the kernel, compiled in this thread, has been read. That is a fifth of a compilation and all of
     it that is Python; the rest runs outside Python's lock."""
     _ = kernel.device_caches[triton.runtime.driver.active.get_current_device()]  # names the class of its source when first looked at
-    if not issubclass(kernel.ASTSource, TellingSource):
-        kernel.ASTSource = type("Source", (TellingSource, kernel.ASTSource), {})
+    source = kernel.ASTSource  # read once: another thread may replace it
+    if not issubclass(source, TellingSource):
+        kernel.ASTSource = type("Source", (TellingSource, source), {})
     _reader.read = read

@@ -1,8 +1,9 @@
 """Which of Triton's compiled kernels belongs to a launch, kept beside Triton's cache from process to process.
 
 To find a kernel in its cache Triton hashes itself, 415 MB, and the source of everything that the kernel calls: half a second of a first
-call. Here one file names the kernels of this version of openkda/hopper by what a launch depends on; the release of Triton, size and date
-of its library and all TRITON_ variables stand for the rest. What is not named, or no longer in the cache, is compiled as ever."""
+call. Here one file names the kernels of this version of openkda/hopper, and of openkda/portable, whose functions they call, by what a
+launch depends on; the release of Triton, size and date of its library, all TRITON_ variables and the others that Triton puts into its own
+keys stand for the rest. What is not named, or no longer in the cache, is compiled as ever."""
 
 from __future__ import annotations
 
@@ -25,16 +26,21 @@ def place() -> CacheManager:
     """Where the file lies: one for each version of the sources and each state of the compiler"""
     library = os.stat(libtriton.__file__)
     variables = sorted((name, value) for name, value in os.environ.items() if name.startswith("TRITON_") and name != "TRITON_CACHE_DIR")
-    found = hashlib.sha256(repr((triton.__version__, library.st_size, library.st_mtime_ns, variables)).encode())
-    for source in sorted(Path(__file__).parent.glob("*.py")):
+    others = sorted(libtriton.get_cache_invalidating_env_vars().items())
+    found = hashlib.sha256(repr((triton.__version__, library.st_size, library.st_mtime_ns, variables, others)).encode())
+    here = Path(__file__).parent
+    for source in sorted([*here.glob("*.py"), *(here.parent / "portable").glob("*.py")]):
         found.update(source.read_bytes())
     return get_cache_manager(found.hexdigest())
 
 
 def names() -> dict[str, str]:
-    """By what a launch depends on, the name of its kernel in Triton's cache"""
+    """By what a launch depends on, the name of its kernel in Triton's cache; none if the file is damaged, which the next `keep` mends"""
     path = place().get_file(FILE)
-    return json.loads(Path(path).read_text()) if path else {}
+    try:
+        return json.loads(Path(path).read_text()) if path else {}
+    except ValueError:
+        return {}
 
 
 def find(key: str, name: str) -> tuple[bytes, dict[str, object]] | None:
