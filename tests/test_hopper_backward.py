@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from gradients_case import run
 from offline import SHARED_LIMIT, in_subprocess
 
 from openkda import chunk_kda, hopper, torch_backend
@@ -15,16 +16,6 @@ REGIMES = ("random", "init", "trained", "zero", "extreme", "mixed")
 
 def small(regime: str, device: torch.device, **options: object) -> Case:
     return make_case(regime, **{**SMALL, **options}, device=device)
-
-
-def run(case: Case, do: torch.Tensor | None = None, wanted: tuple[str, ...] = TENSORS) -> dict[str, torch.Tensor]:
-    """Gradients from the kernels, in the shapes of the case's arguments."""
-    problem, inputs = case.described()
-    needs = tuple(n in wanted and getattr(inputs, n) is not None for n in TENSORS)
-    o = torch_backend.forward(problem, inputs)[0]
-    upstream, dfinal = cotangents(case)
-    found = gradients(problem, inputs, needs, o, upstream if do is None else do, dfinal if do is None else None)
-    return {n: x.view(case.args[n].shape) for n, x in zip(TENSORS, found, strict=True) if x is not None}
 
 
 def check(case: Case, parameters: bool = False) -> dict[str, torch.Tensor]:

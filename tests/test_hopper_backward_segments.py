@@ -2,16 +2,15 @@
 
 import pytest
 import torch
+from gradients_case import run
 from offline import SHARED_LIMIT, in_subprocess
 
-from openkda import hopper, torch_backend
-from openkda.autograd import TENSORS
+from openkda import hopper
 from openkda.hopper import backward_scan
 from openkda.hopper.backward_config import Scans, choose_scans, expected
 from openkda.hopper.backward_prepare import C, prepare_chunks
 from openkda.hopper.backward_segments import segment_table
 from openkda.hopper.config import batches
-from openkda.hopper.gradients import gradients
 from openkda.problem import Problem
 from openkda.testing import Case, assert_close, cotangents, gradient_triples, make_case
 
@@ -32,16 +31,6 @@ def cut(monkeypatch):
 
 def small(regime: str, device: torch.device, **options: object) -> Case:
     return make_case(regime, **{**SMALL, **options}, device=device)
-
-
-def run(case: Case, do: torch.Tensor | None = None, wanted: tuple[str, ...] = TENSORS) -> dict[str, torch.Tensor]:
-    """Gradients in the shapes of the case's arguments; with `do` of o alone."""
-    problem, inputs = case.described()
-    needs = tuple(n in wanted and getattr(inputs, n) is not None for n in TENSORS)
-    o = torch_backend.forward(problem, inputs)[0]
-    upstream, dfinal = cotangents(case)
-    found = gradients(problem, inputs, needs, o, upstream if do is None else do, dfinal if do is None else None)
-    return {n: x.view(case.args[n].shape) for n, x in zip(TENSORS, found, strict=True) if x is not None}
 
 
 def check(case: Case) -> None:
