@@ -225,6 +225,9 @@ def test_kept_names_hold_for_all_sources_and_every_state_of_the_compiler(monkeyp
     assert kept.names() == {} and kept.find("launch", "kernel") is None  # damaged
     kept.keep({"launch": "cd" * 32})
     assert kept.names() == {"launch": "cd" * 32}
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "hopper" / "source.py"))  # no folder can be made there
+    kept.keep({"launch": "cd" * 32})
+    assert kept.names() == {} and kept.find("launch", "kernel") is None
 
 
 def test_kernels_call_nothing_whose_source_does_not_count():

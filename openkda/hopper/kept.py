@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -35,11 +36,12 @@ def place() -> CacheManager:
 
 
 def names() -> dict[str, str]:
-    """By what a launch depends on, the name of its kernel in Triton's cache; none if the file is damaged, which the next `keep` mends"""
-    path = place().get_file(FILE)
+    """By what a launch depends on, the name of its kernel in Triton's cache; none if the file is damaged, which the next `keep` mends, or
+    out of reach, as in a cache that others filled and this process may not write"""
     try:
+        path = place().get_file(FILE)
         return json.loads(Path(path).read_text()) if path else {}
-    except ValueError:
+    except (OSError, ValueError):
         return {}
 
 
@@ -53,5 +55,7 @@ def find(key: str, name: str) -> tuple[bytes, dict[str, object]] | None:
 
 
 def keep(compiled: dict[str, str]) -> None:
-    """Add names. Another process that adds some at the same moment may lose them, and will compile anew or find Triton's own entry."""
-    place().put(json.dumps({**names(), **compiled}, indent=0), FILE, binary=False)
+    """Add names, where that is possible. Another process that adds some at the same moment may lose them, and will compile anew or find
+    Triton's own entry."""
+    with suppress(OSError):
+        place().put(json.dumps({**names(), **compiled}, indent=0), FILE, binary=False)
