@@ -14,8 +14,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TypeVar
 
 import torch
+
+Tables = TypeVar("Tables")
 
 
 @dataclass(frozen=True)
@@ -35,8 +38,18 @@ class Plan:
     def build(cu_seqlens: torch.Tensor | None, B: int, T: int, chunk_size: int, device: torch.device) -> Plan:
         """Tables for B sequences of T tokens, or for the sequences of cu_seqlens [N + 1] within T tokens."""
         if cu_seqlens is None:
-            return _fixed(B, T, chunk_size, device)
+            return recorded(_fixed(B, T, chunk_size, device), device)
         return _ragged(cu_seqlens, T, chunk_size)
+
+
+_recorded: dict[int, object] = {}
+
+
+def recorded(tables: Tables, device: torch.device) -> Tables:
+    """Tables out of a cache. Where a CUDA graph is being captured they are its own for good: it reads them whatever the cache forgets."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        _recorded[id(tables)] = tables
+    return tables
 
 
 @lru_cache(maxsize=256)

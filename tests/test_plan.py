@@ -1,10 +1,13 @@
 """The chunk and sequence tables against a plain loop over the sequences."""
 
+import gc
+import weakref
 from itertools import pairwise
 
 import pytest
 import torch
 
+from openkda import plan as plans
 from openkda.plan import Plan
 
 CPU = torch.device("cpu")
@@ -47,6 +50,16 @@ def test_cached_tables_serve_inference_and_autograd():
     with torch.inference_mode():
         plan = Plan.build(None, 5, 77, 32, CPU)
     assert not plan.chunks.is_inference() and not plan.sequences.is_inference()
+
+
+@pytest.mark.parametrize("capturing", [False, True])
+def test_a_cuda_graph_keeps_the_tables_that_it_reads(monkeypatch, capturing):
+    monkeypatch.setattr(plans, "_fixed", lambda B, T, chunk_size, device: Plan(torch.zeros(0, 4), torch.zeros(0, 4), chunk_size))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    monkeypatch.setattr(plans, "_recorded", {})
+    tables = weakref.ref(Plan.build(None, 1, 64, 32, torch.device("cuda", 0)))
+    gc.collect()
+    assert (tables() is not None) == capturing  # once the cache has forgotten them
 
 
 @pytest.mark.parametrize("cu", [[0, 12, 8, 16], [-5, 3, 40], [20, 30, 99], [0, 2**40, 2**41], [0, 64, 0, 64, 0, 64]])

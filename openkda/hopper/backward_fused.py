@@ -405,9 +405,10 @@ def fused_gradients(
     dv: torch.Tensor, dq: torch.Tensor, dk: torch.Tensor, dg: torch.Tensor, dbeta: torch.Tensor, cut: torch.Tensor | None,
 ) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
     """Write dq, dk (per value head), dg [B, T, HV, K] and dbeta [B, T, HV]; return the terms of A_log's [NC, HV, 1] and dt_bias's
-    [NC, HV, K] gradient in fp32 (None if absent), to be added in one order: no atomics.
+    [NC, HV, K] gradient in fp32 (None if absent), to be added in one order: no atomics. Then, for fused_levels, what chunks that are cut
+    left: dZ, dA [NC, HV, 2, C, C] over size, and size [NC, HV, 1] fp32 (None without cut).
 
-    Args: do, dv [B, T, HV, V]; h, dh, r from both_scans."""
+    Args: norms, cut as Prepared; do, dv [B, T, HV, V]; h, dh, r from both_scans."""
     HV, K, NC, device = problem.HV, problem.K, plan.num_chunks, do.device
     create = torch.zeros if problem.varlen else torch.empty  # chunks without rows write nothing
     partial = lambda present, *n: create(NC, HV, *n, dtype=torch.float32, device=device) if present else None

@@ -31,7 +31,7 @@ from openkda.hopper.config import STEP
 from openkda.hopper.launch import TABLE, TABLE_ROWS, dense, fixed_tables
 from openkda.hopper.runtime import launch
 from openkda.hopper.segments import COLUMNS, DROP_BITS, table_kernel
-from openkda.plan import Plan
+from openkda.plan import Plan, recorded
 from openkda.problem import Inputs, Problem
 
 BLOCK = 64  # rows of a block, of V or of M
@@ -62,7 +62,7 @@ def segment_table(problem: Problem, inputs: Inputs, steps: int) -> Table:
     p, device = problem, inputs.q.device
     target = steps or max(1, p.T)
     if not p.varlen:
-        return fixed_table(p.B, p.T, target, device)
+        return recorded(fixed_table(p.B, p.T, target, device), device)
     fits = max(1, p.T // (STEP * target))  # no more sequences have more than `target` steps, and no more cuts are made
     NS = p.N + (fits if steps and p.N else 0)
     segments, whole = (torch.empty(rows, TABLE, dtype=torch.int32, device=device) for rows in (NS, p.N))
