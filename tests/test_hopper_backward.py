@@ -8,7 +8,18 @@ from offline import SHARED_LIMIT, in_subprocess
 from openkda import chunk_kda, hopper, torch_backend
 from openkda.autograd import TENSORS
 from openkda.hopper.gradients import gradients
-from openkda.testing import Case, assert_close, cotangents, gradient_triples, leaves, make_case, relative_error
+from openkda.testing import (
+    Case,
+    assert_close,
+    cotangents,
+    gradient_triples,
+    leaves,
+    make_case,
+    oracle,
+    reference_gradients,
+    relative_error,
+    rounded_chunk,
+)
 
 SMALL = dict(T=70, H=2, K=64, V=64, dtype=torch.bfloat16, bounded=True)
 REGIMES = ("random", "init", "trained", "zero", "extreme", "mixed")
@@ -33,6 +44,15 @@ def check(case: Case, parameters: bool = False) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("regime", REGIMES)
 def test_regimes(device, regime, bounded):
     check(small(regime, device, bounded=bounded))
+
+
+@pytest.mark.parametrize("bounded", [True, False])
+@pytest.mark.parametrize("regime", ["random", "init"])
+def test_rate_over_many_heads(device, regime, bounded):
+    """dA_log by itself: joined with dt_bias's gradient it hardly counts, and a ratio of errors needs more than a few heads."""
+    case = small(regime, device, T=40, H=12, bounded=bounded)
+    expected, twin = reference_gradients(case, oracle, torch.float64), reference_gradients(case, rounded_chunk)
+    assert_close("dA_log", run(case, wanted=("A_log",))["A_log"], expected["A_log"], twin["A_log"])
 
 
 @pytest.mark.parametrize("bounded", [True, False])
