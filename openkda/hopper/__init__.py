@@ -72,7 +72,7 @@ def why_not_backward(problem: Problem) -> str | None:
     if why_not(p) is not None:
         return why_not(p)
     if p.dtype != torch.bfloat16:
-        return f"the hopper backend's gradients take bfloat16 inputs, not {p.dtype}: bfloat16 tiles are eight times too coarse for it"
+        return f"the hopper backend's gradients take bfloat16 inputs, not {p.dtype}: they round to bfloat16 inside"
     return None
 
 
