@@ -99,7 +99,7 @@ def tails_kernel(
     steps = tl.minimum(tail, count)
     chunk += tl.where(way == 0, count - steps, 0)
     kk = block % (K // BK) * BK + tl.arange(0, BK)
-    M = map_steps(w_ptr, kg_ptr, decay_ptr, chunk, steps, h, kk, HV, K, C, BK, STAGES)
+    M = map_steps(w_ptr, kg_ptr, decay_ptr, chunk, steps, h, kk, HV, K, C, STAGES)
     at = reach_ptr + ((way * NS + s).to(tl.int64) * HV + h) * (K // BK) + block % (K // BK)
     tl.store(at, tl.max(tl.max(tl.abs(M), 1), 0))
 
@@ -162,7 +162,7 @@ def summaries_kernel(
         reach = tl.maximum(reach, largest(reach_ptr, 0, s, h, NS, HV, K, BV))
     if reach > forgets:
         rows = block * BV + tl.arange(0, BV)
-        M = map_steps(w_ptr, kg_ptr, decay_ptr, chunk, count, h, rows, HV, K, C, BV, STAGES)
+        M = map_steps(w_ptr, kg_ptr, decay_ptr, chunk, count, h, rows, HV, K, C, STAGES)
         high = M.to(tl.bfloat16)
         low = (M - high.to(tl.float32)).to(tl.bfloat16)
         at = M_ptr + (s.to(tl.int64) * HV + h) * (4 * K * K)

@@ -110,9 +110,7 @@ def reverse_steps(
 
 
 @triton.jit
-def map_steps(
-    w_ptr, kg_ptr, decay_ptr, chunk, count, h, rows, HV, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr
-):  # fmt: skip
+def map_steps(w_ptr, kg_ptr, decay_ptr, chunk, count, h, rows, HV, K: tl.constexpr, C: tl.constexpr, STAGES: tl.constexpr):
     """`rows` of the matrix M [K, K] that takes a state S over `count` chunks to S M."""
     tile = tl.arange(0, C)[:, None] * K + tl.arange(0, K)[None, :]
     M = tl.where(rows[:, None] == tl.arange(0, K)[None, :], 1.0, 0.0)

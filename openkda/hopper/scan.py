@@ -14,10 +14,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from openkda.hopper.compat import fence_async_shared, gl, gluon, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
-from openkda.hopper.segments import locate, next_item
+from openkda.hopper.segments import DROP_BITS, locate, next_item
 from openkda.hopper.tiles import group_layout, to_f32
-
-DROP_BITS = gl.constexpr(40)  # a tail's M with no entry above 2^-DROP_BITS drops what lies before it (segments.py)
 
 
 class States(NamedTuple):

@@ -20,7 +20,7 @@ import triton.language as tl
 from openkda.hopper.compat import gdc_launch_dependents, gdc_wait, gl, gluon, mbarrier
 from openkda.hopper.tiles import Work, plain_shared
 
-DROP_BITS = tl.constexpr(40.0)
+DROP_BITS = tl.constexpr(40.0)  # a tail whose M has no entry above 2^-DROP_BITS drops what lies before it
 COLUMNS = tl.constexpr(8)  # of the segment table
 
 
