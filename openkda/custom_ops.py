@@ -1,6 +1,6 @@
 """chunk_kda and fused_recurrent_kda as torch.library operators, for torch.compile: opaque nodes, each with a fake that knows its shapes.
 
-They share one backward, for they are one function. `ops.py` comes here while a graph is being compiled; in eager mode it calls
+They share one backward, for they are one function. `ops.py` comes here while a graph is being compiled and for fake tensors; else it calls
 autograd.ChunkKDA, whose host cost is lower, or `recurrent`. All end in the same backends and, but for the recurrence in eager torch, in
 `autograd.gradients`. Compiled calls recompute: disable_recompute has no effect on them.
 
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from openkda import backends
 from openkda.autograd import TENSORS, gradients
-from openkda.problem import Inputs, Problem, check_scalars, describe, meta
+from openkda.problem import Inputs, Problem, check_scalars, describe, fail, meta
 
 
 def owned(x: Tensor | None, given: tuple[Tensor | None, ...], like: Tensor) -> Tensor:
@@ -52,10 +52,12 @@ def with_autograd(function: Callable[[], list[Tensor | None]], device: torch.dev
 
 
 def check_traced(tensors: tuple[object, ...], scale: object, lower_bound: object, chunk_size: object, backend: object) -> None:
-    """The types of a traced call's arguments, which an operator's schema would refuse in words of its own. tensors: TENSORS and both
-    cu_seqlens; only the first five are required."""
+    """The types and devices of a traced call's arguments, which an operator would refuse in words of its own or not at all. tensors:
+    TENSORS and both cu_seqlens; only the first five are required."""
     for n, (name, t) in enumerate(zip((*TENSORS, "cu_seqlens", "cu_seqlens_cpu"), tensors)):
         meta(name, t, optional=n >= 5)
+        if t is not None and t.device != tensors[0].device and name in TENSORS:
+            raise fail(f"{name}'s device", t.device, f"{tensors[0].device}, where q is")
     check_scalars(scale, lower_bound, chunk_size)
     backends.check_name(backend)
 

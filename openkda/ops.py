@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from types import NoneType
 
 import torch
 
 from openkda import backends
 from openkda.autograd import TENSORS, ChunkKDA
 from openkda.custom_ops import check_traced, chunk_kda_op, recurrent, recurrent_kda_op
-from openkda.problem import FLOAT_DTYPES, check_gate_parameters, check_lower_bound, describe, fail, meta
+from openkda.problem import FLOAT_DTYPES, check_gate_parameters, check_lower_bound, describe, fail, meta, through_operator
 from openkda.reference import activate_gate
 from openkda.serving import recurrent_in_pool
 
@@ -89,11 +90,9 @@ def chunk_kda(
         raise fail("cp_context", f"a {type(cp_context).__name__}", "None: this release has no context parallelism over devices")
     if transpose_state_layout is not None:
         state_v_first = transpose_state_layout
-    if max_num_seqs is not None and not use_graph:
-        raise fail("max_num_seqs", max_num_seqs, "None without use_graph=True")
-    if max_num_seqs is not None and isinstance(cu_seqlens, torch.Tensor) and cu_seqlens.shape[0] - 1 != max_num_seqs:
-        raise fail("max_num_seqs", max_num_seqs, f"the sequence count of cu_seqlens, {cu_seqlens.shape[0] - 1}, padded by its last entry")
-    if torch.compiler.is_compiling():
+    if max_num_seqs is not None:
+        check_max_num_seqs(max_num_seqs, use_graph, cu_seqlens)
+    if through_operator(q):
         tensors = (q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu)
         check_traced(tensors, scale, lower_bound, chunk_size, backend)
         with torch.set_grad_enabled(torch.is_grad_enabled() and not return_intermediate_states):
@@ -111,6 +110,7 @@ def chunk_kda(
         allow_neg_eigval=allow_neg_eigval, output_final_state=output_final_state, return_intermediate_states=return_intermediate_states,
         state_v_first=state_v_first, chunk_size=chunk_size, check_lengths=not use_graph,
     )  # fmt: skip
+    backends.check_name(backend)
     name = backends.choose(problem, backend)
     if return_intermediate_states or not problem.needs_grad or name == "torch":
         grad = problem.needs_grad and not return_intermediate_states
@@ -118,6 +118,16 @@ def chunk_kda(
             o, final_state, h = backends.module(name).forward(problem, inputs)
         return (o, final_state, h) if return_intermediate_states else (o, final_state)
     return ChunkKDA.apply(problem, name, disable_recompute, inputs, *(getattr(inputs, n) for n in TENSORS))
+
+
+def check_max_num_seqs(max_num_seqs: object, use_graph: bool, cu_seqlens: torch.Tensor | None) -> None:
+    """The sequence count that cu_seqlens [N + 1] is padded to: an int equal to its N, with use_graph alone."""
+    if isinstance(max_num_seqs, bool) or not isinstance(max_num_seqs, int):
+        raise TypeError(f"max_num_seqs is {max_num_seqs!r}; it must be an int or None")
+    if not use_graph:
+        raise fail("max_num_seqs", max_num_seqs, "None without use_graph=True")
+    if isinstance(cu_seqlens, torch.Tensor) and cu_seqlens.ndim == 1 and cu_seqlens.shape[0] - 1 != max_num_seqs:
+        raise fail("max_num_seqs", max_num_seqs, f"the sequence count of cu_seqlens, {cu_seqlens.shape[0] - 1}, padded by its last entry")
 
 
 def fused_recurrent_kda(
@@ -170,7 +180,7 @@ def fused_recurrent_kda(
         return o, initial_state
     tensors = (q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu)
     flags = (use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, output_final_state, state_v_first)
-    if torch.compiler.is_compiling():
+    if through_operator(q):
         check_traced(tensors, scale, lower_bound, 64, backend)
         o, final_state = recurrent_kda_op(*tensors, scale, bool(use_gate_in_kernel), lower_bound, *map(bool, flags), backend)
         final_state = final_state if output_final_state else None
@@ -180,8 +190,8 @@ def fused_recurrent_kda(
         return o, final_state
     if not isinstance(out, torch.Tensor):
         raise TypeError(f"out is a {type(out).__name__}; it must be a torch.Tensor or None")
-    if out.shape != o.shape or out.dtype != o.dtype:
-        raise fail("out", f"{list(out.shape)} {out.dtype}", f"{list(o.shape)} {o.dtype}, as o")
+    if out.shape != o.shape or out.dtype != o.dtype or out.device != o.device:
+        raise fail("out", f"{list(out.shape)} {out.dtype} on {out.device}", f"{list(o.shape)} {o.dtype} on {o.device}, as o")
     return out.copy_(o), final_state
 
 
@@ -201,7 +211,7 @@ def fused_kda_gate(
     lower_bound in [-5, 0). Returns g's shape in output_dtype; computes in fp32 (fp64 for fp64); differentiable.
 
     The older call fused_kda_gate(g, A_log, head_dim, g_bias=bias) takes g [.., HV * head_dim] and returns [.., HV, head_dim]."""
-    if isinstance(dt_bias, int):
+    if isinstance(dt_bias, int) and head_dim is None:
         head_dim, dt_bias = dt_bias, None
     if g_bias is not None:
         if dt_bias is not None:
@@ -211,12 +221,16 @@ def fused_kda_gate(
         raise TypeError(f"g is a {type(g).__name__}; it must be a torch.Tensor")
     if g.dtype not in (*FLOAT_DTYPES, torch.float64):
         raise fail("g's dtype", g.dtype, "one of " + ", ".join(map(str, FLOAT_DTYPES)))
+    if not isinstance(output_dtype, torch.dtype) or not output_dtype.is_floating_point:
+        raise TypeError(f"output_dtype is {output_dtype!r}; it must be a floating-point torch.dtype")
+    if isinstance(head_dim, bool) or not isinstance(head_dim, (int, NoneType)):
+        raise TypeError(f"head_dim is {head_dim!r}; it must be an int or None")
+    if g.ndim < (2 if head_dim is None else 1):
+        raise fail("g's shape", list(g.shape), "[.., HV, K], or [.., HV * head_dim] with head_dim")
     if head_dim is not None:
         if head_dim < 1 or g.shape[-1] % head_dim:
             raise fail("head_dim", head_dim, f"a divisor of g's last dimension {g.shape[-1]}")
         g = g.unflatten(-1, (-1, head_dim))
-    if g.ndim < 2:
-        raise fail("g's shape", list(g.shape), "[.., HV, K], or [.., HV * head_dim] with head_dim")
     HV, K = g.shape[-2:]
     check_lower_bound(lower_bound)
     if A_log is None and lower_bound is None:

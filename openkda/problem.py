@@ -126,6 +126,15 @@ def meta(name: str, t: object, optional: bool = False) -> tuple | None:
     raise TypeError(f"{name} is a {type(t).__name__}; it must be a torch.Tensor{' or None' if optional else ''}")
 
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def through_operator(q: object) -> bool:
+    """Whether a call is an operator's to make, since its tensors may have no values: in a graph that is being compiled, for fake and
+    other special kinds of tensor, on the meta device."""
+    return torch.compiler.is_compiling() or type(q) not in _PLAIN or q.is_meta
+
+
 def _check_tensor(name: str, t: Meta, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], device: torch.device) -> None:
     if tuple(t.shape) != shape:
         raise fail(f"{name}'s shape", list(t.shape), str(list(shape)))
@@ -162,6 +171,13 @@ def check_number(name: str, x: object, optional: bool = True) -> None:
         raise TypeError(f"{name} is a {type(x).__name__}; it must be a number{' or None' if optional else ''}")
 
 
+def check_scale(scale: object) -> None:
+    """None or a finite number."""
+    check_number("scale", scale)
+    if scale is not None and not math.isfinite(scale):
+        raise fail("scale", scale, "finite, or None for K^-0.5")
+
+
 def check_lower_bound(lower_bound: object) -> None:
     """None or a number in [-5, 0)."""
     check_number("lower_bound", lower_bound)
@@ -182,8 +198,6 @@ def check_gate_parameters(HV: int, K: int, device: torch.device, *, A_log: tuple
 
 
 def _check_gate(gate: str, lower_bound: float | None, safe_gate: bool, has_A_log: bool, has_dt_bias: bool) -> None:
-    if lower_bound is not None and not -5.0 <= lower_bound < 0.0:
-        raise fail("lower_bound", lower_bound, "in [-5, 0)")
     if safe_gate and lower_bound is None:
         raise fail("lower_bound", None, "given in [-5, 0) with safe_gate=True")
     if gate == "softplus" and not has_A_log:
@@ -223,8 +237,6 @@ def _build(
         N = cu.shape[0] - 1
     if neg and not sigmoid:
         raise fail("allow_neg_eigval", True, "False unless use_beta_sigmoid_in_kernel=True; otherwise scale beta yourself")
-    if scale is not None and not math.isfinite(scale):
-        raise fail("scale", scale, "finite, or None for K^-0.5")
     if chunk_size not in CHUNK_SIZES:
         raise fail("chunk_size", chunk_size, "one of " + ", ".join(map(str, CHUNK_SIZES)))
     state_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
@@ -245,8 +257,8 @@ def _build(
 
 
 def check_scalars(scale: object, lower_bound: object, chunk_size: object) -> None:
-    """The types of a call's scalars, and lower_bound's range."""
-    check_number("scale", scale)
+    """The types of a call's scalars, and the ranges of scale and lower_bound."""
+    check_scale(scale)
     check_lower_bound(lower_bound)
     if isinstance(chunk_size, bool) or not isinstance(chunk_size, int):
         raise TypeError(f"chunk_size is {chunk_size!r}; it must be an int")
@@ -281,8 +293,8 @@ def describe(
     lengths = None
     if problem.varlen and (check_lengths or cu_seqlens.device.type == "cpu"):  # on the CPU the check costs nothing
         lengths = check_cu_seqlens(cu_seqlens, cu_seqlens_cpu, problem.T)
-    if cu_seqlens is not None and cu_seqlens.device != q.device:
-        cu_seqlens = cu_seqlens.to(q.device)
+    if cu_seqlens is not None:  # contiguous: kernels step from one bound to the next
+        cu_seqlens = (cu_seqlens if cu_seqlens.device == q.device else cu_seqlens.to(q.device)).contiguous()
     if A_log is not None and A_log.ndim != 1:
         A_log = A_log.reshape(problem.HV)
     if dt_bias is not None and dt_bias.ndim != 2:
@@ -298,11 +310,13 @@ def check_cu_seqlens(cu: torch.Tensor, cu_cpu: torch.Tensor | None, T: int) -> t
 
     Reading a device tensor waits for the device, so pass cu_seqlens_cpu where that matters; without it each tensor is read once and
     remembered until it is written to or freed (a model's layers share one cu_seqlens). A tensor on the CPU is read every time: it may
-    share its memory with an array whose writes torch does not see."""
+    share its memory with an array whose writes torch does not see. Where both are given and both are there to read, they must agree."""
     source = cu if cu_cpu is None else cu_cpu
     if cu_cpu is not None:
-        if not isinstance(cu_cpu, torch.Tensor) or cu_cpu.device.type != "cpu":
-            raise TypeError(f"cu_seqlens_cpu is {type(cu_cpu).__name__}; it must be a torch.Tensor on the CPU")
+        if not isinstance(cu_cpu, torch.Tensor):
+            raise TypeError(f"cu_seqlens_cpu is a {type(cu_cpu).__name__}; it must be a torch.Tensor or None")
+        if cu_cpu.device.type != "cpu":
+            raise fail("cu_seqlens_cpu's device", cu_cpu.device, "cpu")
         if tuple(cu_cpu.shape) != tuple(cu.shape):
             raise fail("cu_seqlens_cpu's shape", list(cu_cpu.shape), f"that of cu_seqlens, {list(cu.shape)}")
         if cu_cpu.dtype not in (torch.int32, torch.int64):
@@ -325,4 +339,8 @@ def check_cu_seqlens(cu: torch.Tensor, cu_cpu: torch.Tensor | None, T: int) -> t
             _checked[key] = (weakref.ref(source, lambda _: _checked.pop(key, None)), version, lengths)
     if sum(lengths) > T:
         raise fail("cu_seqlens's last entry", sum(lengths), f"at most T = {T}")
+    if cu_cpu is not None and cu.device.type == "cpu":
+        for n, (copy, original) in enumerate(zip(cu_cpu.tolist(), cu.tolist())):
+            if copy != original:
+                raise fail(f"cu_seqlens_cpu[{n}]", copy, f"cu_seqlens[{n}] = {original}")
     return lengths

@@ -14,12 +14,13 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Sequence
 from functools import cache, partial
+from operator import index
 from typing import NamedTuple
 
 import torch
 
 from openkda import backends, serving_torch
-from openkda.problem import check_cu_seqlens, describe, fail
+from openkda.problem import check_cu_seqlens, describe, fail, through_operator
 from openkda.serving_problem import (
     INDEX_DTYPES,
     Options,
@@ -72,7 +73,8 @@ def kda_decode(
         out: [N, S, HV, V], written and returned when given; else allocated in v's dtype.
         num_accepted: [N] int32 or int64 with state_indices [N, W]: the state is read from column num_accepted - 1; a value outside
             1 .. W skips the sequence like a pad. With W >= 2 the state after token t is written to column t.
-        cu_seqlens: [N + 1]: the sequences have different lengths and are packed, tensors [1, T, ..]; rows past the last one give 0.
+        cu_seqlens: [N + 1]: the sequences have different lengths and are packed, tensors [1, T, ..]; rows past the last one give 0. Its
+            values are not looked at on the host: bounds outside the T rows count as the nearest row.
         verify: leave the slot that is read as it is. The state after token t goes to column t + 1, or nowhere with one column.
         scale: factor on q, default K ** -0.5.
         backend: None (Triton on a GPU, torch on a CPU), "portable" or "torch".
@@ -126,7 +128,7 @@ def recurrent_in_pool(
 
 def _run_decode(tensors: tuple[torch.Tensor | None, ...], options: tuple) -> None:
     """Straight to the kernel, or through the operator where something traces the call."""
-    if type(tensors[0]) is not torch.Tensor or torch.compiler.is_compiling():
+    if through_operator(tensors[0]):
         check_types(_DECODE_TENSORS, tensors, _DECODE_TENSORS[:6])
         check_scalars(*options[:3], options[-1])
         torch.ops.openkda.kda_decode(*tensors, *options[:3], *map(bool, options[3:-1]), options[-1])
@@ -236,12 +238,10 @@ def _check_bounds(cu: torch.Tensor, cu_cpu: torch.Tensor | None, T: int) -> None
         raise fail("cu_seqlens's shape", list(cu.shape), "[N + 1]")
     if cu.dtype not in INDEX_DTYPES:
         raise fail("cu_seqlens's dtype", cu.dtype, "torch.int32 or torch.int64")
-    if type(cu) is not torch.Tensor or torch.compiler.is_compiling():
-        return  # being traced: there are no values
-    if cu_cpu is not None:
+    if through_operator(cu):
+        return
+    if cu_cpu is not None or cu.device.type == "cpu":
         check_cu_seqlens(cu, cu_cpu, T)
-    if cu.device.type == "cpu":
-        check_cu_seqlens(cu, None, T)
 
 
 class Checkpoints(NamedTuple):
@@ -295,29 +295,43 @@ def kda_prefill(
         o [1, T, HV, V].
 
     Raises:
-        ValueError, TypeError: one sentence naming the argument, its value and what is allowed.
+        ValueError, TypeError: one sentence naming the argument, its value and what is allowed. Also when a gradient would be needed.
     """
     names = (*_DECODE_TENSORS[:10], "has_initial_state", "cu_seqlens", "cu_seqlens_cpu")
     tensors = (q, k, v, gate, beta, out, A_log, dt_bias, state_pool, state_indices, has_initial_state, cu_seqlens, cu_seqlens_cpu)
     check_types(names, tensors, names[:5])
     if out is None:
         out = torch.empty_like(v)
-    states, sequence, offset = None, [], []
-    if checkpoints is not None:
-        states, sequence, offset = checkpoints
-        check_types(("checkpoints.states",), (states,), ("checkpoints.states",))
-        sequence, offset = [int(n) for n in sequence], [int(p) for p in offset]
-        if len(sequence) != len(offset):
-            raise fail("checkpoints.offset's length", len(offset), f"{len(sequence)}, that of checkpoints.sequence")
+    states, sequence, offset = (None, [], []) if checkpoints is None else _listed(checkpoints)
     pooled = (state_pool, state_indices, has_initial_state, cu_seqlens, cu_seqlens_cpu, states, sequence, offset)
     flags = (use_qk_l2norm_in_kernel, allow_neg_eigval, state_v_first)
     options = (lower_bound, scale, pad_slot, *map(bool, flags), backend)
-    if type(q) is not torch.Tensor or torch.compiler.is_compiling():
+    if through_operator(q):
         check_scalars(lower_bound, scale, pad_slot, backend)
         torch.ops.openkda.kda_prefill(q, k, v, gate, beta, out, A_log, dt_bias, *pooled, *options)
     else:
+        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, k, v, gate, beta, state_pool)):
+            raise ValueError("kda_prefill has no gradient; call it under torch.no_grad(), or chunk_kda for training")
         _prefill(q, k, v, gate, beta, out, A_log, dt_bias, *pooled, *options)
     return out
+
+
+def _listed(checkpoints: Checkpoints) -> tuple[torch.Tensor, list[int], list[int]]:
+    """A Checkpoints' states, and its sequences and offsets as lists of one length."""
+    if not isinstance(checkpoints, tuple) or len(checkpoints) != 3:
+        raise TypeError(f"checkpoints is a {type(checkpoints).__name__}; it must be a Checkpoints(states, sequence, offset) or None")
+    states, *numbers = checkpoints
+    check_types(("checkpoints.states",), (states,), ("checkpoints.states",))
+    lists = []
+    for name, given in zip(("sequence", "offset"), numbers):
+        try:
+            lists.append([index(n) for n in given])
+        except TypeError:
+            raise TypeError(f"checkpoints.{name} is {given!r}; it must be a sequence of ints") from None
+    sequence, offset = lists
+    if len(sequence) != len(offset):
+        raise fail("checkpoints.offset's length", len(offset), f"{len(sequence)}, that of checkpoints.sequence")
+    return states, sequence, offset
 
 
 @torch.no_grad()

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import torch
 
-from openkda.problem import FLOAT_DTYPES, MAX_HEAD_DIM, check_lower_bound, check_number, fail
+from openkda.problem import FLOAT_DTYPES, MAX_HEAD_DIM, check_lower_bound, check_number, check_scale, fail
 
 STATE_DTYPES = (torch.float32, torch.bfloat16)
 INDEX_DTYPES = (torch.int32, torch.int64)
@@ -49,9 +49,9 @@ def check_types(names: Sequence[str], tensors: Sequence[object], required: Colle
 
 
 def check_scalars(lower_bound: object, scale: object, pad_slot: object, backend: object) -> None:
-    """TypeError for a number or name of another type: an operator's schema would refuse it in words of its own."""
+    """TypeError for a number or name of another type, which an operator's schema would refuse in words of its own; scale is finite."""
     check_number("lower_bound", lower_bound)
-    check_number("scale", scale)
+    check_scale(scale)
     if isinstance(pad_slot, bool) or not isinstance(pad_slot, int):
         raise TypeError(f"pad_slot is {pad_slot!r}; it must be an int")
     if not (backend is None or isinstance(backend, str)):
@@ -235,7 +235,7 @@ def check_decode(
     if len(q.shape) != 4 or not 1 <= q.shape[3] <= MAX_HEAD_DIM:
         raise fail("q's shape", list(q.shape), f"[N, S, H, K] with K from 1 to {MAX_HEAD_DIM}")
     N, S, H, K = q.shape
-    if S < 1 and cu is None:
+    if S < 1 and cu is None and not options.recurrent:
         raise fail("q's shape", list(q.shape), "[N, S, H, K] with S at least 1")
     if len(v.shape) != 4 or tuple(v.shape[:2]) != (N, S) or not 1 <= v.shape[3] <= MAX_HEAD_DIM:
         raise fail("v's shape", list(v.shape), f"[{N}, {S}, HV, V] with V from 1 to {MAX_HEAD_DIM}")

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 
 from openkda import serving_torch
-from openkda.problem import check_number
+from openkda.problem import check_number, fail, through_operator
 from openkda.serving import choose_backend, common_device, find_launch, library
 from openkda.serving_problem import Options, check_decode, check_scalars, check_step, check_types, layout
 
@@ -72,7 +72,7 @@ def kda_fused_decode(
         conv_pool,
     )  # fmt: skip
     options = (norm_eps, lower_bound, scale, pad_slot, verify, use_qk_l2norm_in_kernel, allow_neg_eigval, state_v_first, backend)
-    if type(q) is not torch.Tensor or torch.compiler.is_compiling():
+    if through_operator(q):
         check_types(_TENSORS, tensors, _REQUIRED)
         check_scalars(*options[1:4], backend)
         check_number("norm_eps", norm_eps, optional=False)
@@ -102,6 +102,8 @@ def _fused_launch(tensors: tuple[torch.Tensor | None, ...], norm_eps: float, *op
     *options, backend = options
     check_scalars(*options[:3], backend)
     check_number("norm_eps", norm_eps, optional=False)
+    if not 0.0 <= norm_eps < float("inf"):
+        raise fail("norm_eps", norm_eps, "finite and at least 0")
     device = common_device(tensors)
     layouts = [layout(t) for t in tensors]
     base = check_decode(*layouts[:11], None, Options(*options[:3], *map(bool, options[3:]), gate_in_kernel=True, beta_sigmoid=True))

@@ -1,7 +1,10 @@
 """chunk_kda under torch.compile: whole graphs, training, shapes of the fakes, and torch.library's own checks of the operators."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 from openkda import chunk_kda, fused_recurrent_kda
 from openkda.custom_ops import chunk_kda_backward_op, chunk_kda_op, recurrent_kda_op
@@ -95,6 +98,22 @@ def test_opcheck_backward(device, backend):
     needs = [True, False, True, True, True, True, True, True]
     for dfinal in (torch.randn_like(final), None):
         torch.library.opcheck(chunk_kda_backward_op, (o, torch.randn_like(o), dfinal, needs, *given, *flags))
+
+
+@pytest.mark.parametrize("function", [chunk_kda, fused_recurrent_kda])
+def test_calls_without_values(function):
+    """Fake tensors and those of the meta device have shapes and gradients' shapes, and one device."""
+    for mode, where in ((nullcontext(), "meta"), (FakeTensorMode(), "cpu")):
+        with mode:
+            args = without_chunk_options(make_case("random", T=5, H=1, HV=2, K=8))
+            args = {name: x.to(where) if isinstance(x, torch.Tensor) else x for name, x in args.items()}
+            args["q"].requires_grad_()
+            o, final_state = function(**args)
+            assert o.shape == (1, 5, 2, 8) and final_state.shape == (1, 2, 8, 8)
+            o.sum().backward()
+            assert args["q"].grad.shape == (1, 5, 1, 8)
+    with pytest.raises(ValueError, match="beta's device is cpu; it must be meta, where q is"):
+        function(**{**args, "q": torch.empty(1, 5, 1, 8, device="meta"), **dict.fromkeys(("k", "v", "g"), torch.empty(0, device="meta"))})
 
 
 def test_errors_reach_the_caller(device):

@@ -202,6 +202,26 @@ def test_nothing_to_do(backend, device):
         assert o.shape == case.tokens["v"].shape and (o == 0).all()
 
 
+def test_no_tokens_leave_the_pool_as_it_is(backend, device):
+    case = make(N=2, S=0, device=device)
+    q, k, v, gate, beta = case.tokens.values()
+    o, pool = fused_recurrent_kda(
+        q, k, v, gate, beta, **case.params, initial_state=case.pool, state_indices=torch.tensor([2, 1], device=device), backend=backend,
+        use_gate_in_kernel=True, state_v_first=True,
+    )  # fmt: skip
+    assert o.shape == v.shape and pool is case.pool
+    assert_untouched(case, set())
+
+
+def test_bounds_from_a_table_column(backend, device):
+    """cu_seqlens with gaps between its entries, the states not in place."""
+    case = make_case("random", lengths=(3, 0, 5), K=8, device=device)
+    args = {name: x for name, x in case.args.items() if name not in ("safe_gate", "chunk_size")}
+    args["cu_seqlens"] = torch.stack([args["cu_seqlens"], torch.full((4,), 99, device=device)], 1)[:, 0]
+    for name, got, want, twin in zip(("o", "final_state"), fused_recurrent_kda(**args, backend=backend), case.oracle, case.twin):
+        assert_close(name, got, want, twin)
+
+
 def test_many_steps_drift_below_1e_5(backend, device):
     """96 single steps with bf16 logits (4096 in the GPU test below) against fp64 over the same tokens."""
     steps_drift(backend, 96, device)

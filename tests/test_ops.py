@@ -71,8 +71,10 @@ def test_recurrent_form_writes_into_out_or_says_why_not():
     out = torch.full_like(o, float("nan"))
     o2, S2 = fused_recurrent_kda(**case.args, out=out)
     assert o2 is out and torch.equal(o, out) and torch.equal(S, S2)
-    with pytest.raises(ValueError, match=r"out is \[1, 8, 2, 8\] torch.float32; it must be \[1, 9, 2, 8\] torch.float32"):
+    with pytest.raises(ValueError, match=r"out is \[1, 8, 2, 8\] torch.float32 on cpu; it must be \[1, 9, 2, 8\] torch.float32 on cpu"):
         fused_recurrent_kda(**case.args, out=out[:, :8])
+    with pytest.raises(ValueError, match="on meta; it must be"):
+        fused_recurrent_kda(**case.args, out=out.to("meta"))
     with pytest.raises(TypeError, match="out is a list"):
         fused_recurrent_kda(**case.args, out=[0.0])
     with pytest.raises(ValueError, match="num_accepted is given; it must be None without state_indices"):
@@ -167,6 +169,7 @@ BAD_GATES = {
     "dtype": (dict(g=G.int(), A_log=A), ["g's dtype", "torch.int32"]),
     "rank": (dict(g=torch.zeros(4), A_log=A), ["g's shape", "[4]"]),
     "head_dim": (dict(g=torch.zeros(2, 10), A_log=A, head_dim=4), ["head_dim", "4", "10"]),
+    "rank with head_dim": (dict(g=torch.tensor(1.0), A_log=A, head_dim=4), ["g's shape", "[]"]),
     "lower_bound": (dict(g=G, A_log=A, lower_bound=1.0), ["lower_bound", "1.0", "[-5, 0)"]),
     "A_log missing": (dict(g=G, A_log=None), ["A_log", "None"]),
     "A_log shape": (dict(g=G, A_log=torch.zeros(4)), ["A_log's shape", "[4]"]),
@@ -195,6 +198,10 @@ def test_the_gate_alone_refuses_what_the_whole_refuses():
         (dict(A_log=1.0), "A_log is a float"),
         (dict(A_log=A_log, dt_bias=0.1), "dt_bias is a float"),
         (dict(A_log=A_log, lower_bound="x"), "lower_bound is a str"),
+        (dict(A_log=A_log, head_dim="4"), "head_dim is '4'; it must be an int"),
+        (dict(A_log=A_log, dt_bias=4, head_dim=4), "dt_bias is a int"),
+        (dict(A_log=A_log, output_dtype="float32"), "output_dtype is 'float32'"),
+        (dict(A_log=A_log, output_dtype=torch.int32), "output_dtype is torch.int32"),
     ):
         with pytest.raises((ValueError, TypeError), match=words):
             fused_kda_gate(g, **options)

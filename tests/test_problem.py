@@ -130,6 +130,8 @@ BAD = {  # changed arguments -> what the message must say
     "hopper on CPU": (dict(backend="hopper"), ["backend", "'hopper'", "compute capability 9.0"]),
     "scale nan": (dict(scale=float("nan")), ["scale", "nan", "finite"]),
     "cp_context": (dict(cp_context=object()), ["cp_context", "object", "None"]),
+    "cu rank in a graph": (dict(cu_seqlens=torch.tensor(8), use_graph=True, max_num_seqs=1), ["cu_seqlens's shape", "[]", "[N + 1]"]),
+    "backend of a kind that cannot be hashed": (dict(backend=["torch"]), ["backend", "['torch']", "hopper, portable, torch"]),
 }
 WRONG_TYPE = {
     "list": (dict(q=[1.0]), ["q is a list", "torch.Tensor"]),
@@ -139,6 +141,7 @@ WRONG_TYPE = {
     "scale bool": (dict(scale=True), ["scale is a bool", "number or None"]),
     "lower_bound": (dict(lower_bound=[-5.0]), ["lower_bound is a list", "number or None"]),
     "chunk_size": (dict(chunk_size=64.0), ["chunk_size", "64.0", "int"]),
+    "max_num_seqs": (dict(max_num_seqs="2", use_graph=True), ["max_num_seqs", "'2'", "int or None"]),
     "unknown": (dict(use_qk_l2norm=True), ["use_qk_l2norm"]),
 }
 
@@ -187,7 +190,9 @@ def test_bad_cu_seqlens_cpu():
     case = make_case("random", lengths=(16,), K=8)
     refuses(ValueError, dict(cu_seqlens_cpu=torch.tensor([0, 8, 16])), ["cu_seqlens_cpu's shape", "[3]", "[2]"], case=case)
     refuses(ValueError, dict(cu_seqlens_cpu=torch.tensor([0.0, 16.0])), ["cu_seqlens_cpu's dtype", "float32"], case=case)
-    refuses(TypeError, dict(cu_seqlens_cpu=[0, 16]), ["cu_seqlens_cpu", "list"], case=case)
+    refuses(TypeError, dict(cu_seqlens_cpu=[0, 16]), ["cu_seqlens_cpu is a list"], case=case)
+    refuses(ValueError, dict(cu_seqlens_cpu=torch.tensor([0, 16], device="meta")), ["cu_seqlens_cpu's device", "meta", "cpu"], case=case)
+    refuses(ValueError, dict(cu_seqlens_cpu=torch.tensor([0, 12])), ["cu_seqlens_cpu[1] is 12", "cu_seqlens[1] = 16"], case=case)
     refuses(ValueError, dict(use_graph=True, max_num_seqs=2), ["max_num_seqs", "2", "1"], case=case)
 
 

@@ -96,6 +96,17 @@ def test_rows_past_the_last_sequence_are_zeros(backend, device):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_columns_of_tables(backend, device):
+    """Slots, flags and bounds with other entries between theirs."""
+    case = make(lengths=[5, 18, 2], used=[2, 3], device=device)
+    column = lambda values, other: torch.stack([values, torch.full_like(values, other)], 1)[:, 0]
+    flags = column(torch.tensor([True, False, True], device=device), True)
+    o = prefill(case, backend, [2, 1, -1], has_initial_state=flags, cu_seqlens=column(cu(case), 1))
+    check(case, o[:, :23], [2, None], [2, 1])
+    assert (o[0, 23:] == 0).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
 def test_checkpoints(backend, state_dtype, device):
     case = make(lengths=[40, 3, 32], slots=5, used=[1, 2, 3], state_dtype=state_dtype, device=device)
@@ -182,6 +193,7 @@ REFUSALS = [
     (dict(cu_seqlens=lambda c: torch.tensor([0, 1])), "q's batch size"),
     (dict(q=lambda c: c.tokens["q"].detach().requires_grad_()), "no gradient"),
     (dict(q=lambda c: torch.zeros(2, 1, 1, 32)[..., ::2]), "q's last stride"),
+    (dict(scale=lambda c: float("nan")), "scale is nan"),
 ]
 
 
@@ -269,6 +281,8 @@ PREFILL_REFUSALS = [
     (dict(checkpoints=lambda c: Checkpoints(torch.zeros(1, 2, 24, 16), [2], [16])), "sequence[0] is 2"),
     (dict(checkpoints=lambda c: Checkpoints(torch.zeros(1, 2, 24, 16), [1], [32])), "offset[0] is 32"),
     (dict(checkpoints=lambda c: Checkpoints(torch.zeros(2, 2, 24, 16), [1], [16])), "checkpoints.states's shape"),
+    (dict(cu_seqlens_cpu=lambda c: torch.tensor([0, 5, 22])), "cu_seqlens_cpu[1] is 5; it must be cu_seqlens[1] = 4"),
+    (dict(q=lambda c: c.tokens["q"].detach().requires_grad_()), "kda_prefill has no gradient"),
 ]
 
 
@@ -291,6 +305,33 @@ def test_prefill_wants_tensors(name):
         kda_prefill(**{**args, name: [0, 1]})
     with pytest.raises(TypeError, match=r"^checkpoints.states is a NoneType; it must be a torch.Tensor$"):
         kda_prefill(**args, checkpoints=Checkpoints(None, [1], [16]))
+
+
+@pytest.mark.parametrize(
+    "checkpoints, sentence",
+    [
+        (3, "checkpoints is a int"),
+        ((1, 2), "checkpoints is a tuple"),
+        ((torch.zeros(1, 2, 24, 16), ["a"], [16]), "checkpoints.sequence is ['a']; it must be a sequence of ints"),
+        ((torch.zeros(1, 2, 24, 16), [1], [16.5]), "checkpoints.offset is [16.5]; it must be a sequence of ints"),
+    ],
+    ids=str,
+)
+def test_prefill_wants_checkpoints(checkpoints, sentence):
+    case = make(lengths=[4, 18])
+    args = case.arguments(state_indices=indices([1, 2], case), has_initial_state=None, cu_seqlens=cu(case))
+    with pytest.raises(TypeError) as error:
+        kda_prefill(**args, checkpoints=checkpoints)
+    assert sentence in str(error.value)
+    assert_untouched(case, set())
+
+
+def test_calls_without_values():
+    """On the meta device the operators' fakes tell the shapes."""
+    case = make()
+    args = case.arguments(state_indices=indices([1, 2], case))
+    args = {name: x.to("meta") if isinstance(x, torch.Tensor) else x for name, x in args.items()}
+    assert kda_decode(**args).shape == case.tokens["v"].shape
 
 
 def test_checkpoints_named_by_tensors(device):

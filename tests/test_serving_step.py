@@ -201,6 +201,8 @@ def test_autocast_and_parameters_change_nothing(backend, device):
         (dict(v=None), TypeError, "v is a NoneType; it must be a torch.Tensor"),
         (dict(scale=torch.tensor(0.5)), TypeError, "scale is a Tensor; it must be a number or None"),
         (dict(norm_eps=None), TypeError, "norm_eps is a NoneType; it must be a number"),
+        (dict(norm_eps=-1.0), ValueError, "norm_eps is -1.0; it must be finite and at least 0"),
+        (dict(norm_eps=float("nan")), ValueError, "norm_eps is nan; it must be finite and at least 0"),
     ],
     ids=str,
 )

@@ -74,6 +74,7 @@ def gather_states(pool: torch.Tensor, index: torch.Tensor, has_initial: torch.Te
     dense = torch.empty(N, *pool.shape[1:], dtype=torch.float32, device=pool.device)
     if dense.numel() == 0 or E == 0:
         return dense.zero_()
+    has_initial = None if has_initial is None else has_initial.contiguous()
     gather_kernel[(N, triton.cdiv(E, BLOCK))](
         pool, dense, index, has_initial, pool.shape[0], pool.stride(0), index.stride(0), E, BLOCK, pad_slot + 1
     )
@@ -93,6 +94,7 @@ def clear_rows(out: torch.Tensor, cu_seqlens: torch.Tensor, index: torch.Tensor,
     """Zero the rows of out [1, T, HV, V] (each row dense) that belong to sequences without a slot."""
     D = out.shape[2] * out.shape[3]
     if index.shape[0] and out.shape[1]:
+        cu = cu_seqlens.contiguous()
         clear_kernel[(index.shape[0], SHARES)](
-            out, cu_seqlens, index, slots, out.shape[1], out.stride(1), index.stride(0), D, triton.next_power_of_2(D), pad_slot + 1, SHARES
+            out, cu, index, slots, out.shape[1], out.stride(1), index.stride(0), D, triton.next_power_of_2(D), pad_slot + 1, SHARES
         )
