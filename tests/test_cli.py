@@ -208,12 +208,15 @@ def test_files_and_options_that_cannot_be_used(tmp_path, recording):
     assert "cannot be read: No such file" in refused("run", tmp_path / "none.safetensors")
     assert "is not a file" in refused("run", tmp_path)
     assert "is both the recording and --out" in refused("run", recording, "--out", recording)
-    picture = tmp_path / "same.png"
+    picture, pipe = tmp_path / "same.png", tmp_path.parent / f"{tmp_path.name}.png"
+    os.mkfifo(pipe)
     assert "is both --out and the picture same.png" in refused("run", recording, "--out", picture, "--plot", picture)
     assert not picture.exists()
     assert "cannot be written" in refused("run", recording, "--out", tmp_path / ("a" * 300))
     assert "head count is 0" in refused("explain", "--HV", 0)
     assert "is a directory" in refused("run", recording, "--out", tmp_path)
+    assert "is a device or a pipe" in refused("run", recording, "--out", "/dev/null")
+    assert "is a device or a pipe" in refused("run", recording, "--out", tmp_path / "o", "--plot", pipe)
     assert "cannot be written" in refused("run", recording, "--out", recording / "below" / "o.safetensors")
     assert "must be a directory or a .png file" in refused("run", recording, "--plot", tmp_path / "x.jpg")
     assert "--device is 'tpu'" in refused("run", recording, "--device", "tpu")
@@ -274,6 +277,8 @@ def test_run_through_a_layer_of_a_checkpoint(tmp_path):
     assert "holds neither" in refused("run", path, "--checkpoint", tmp_path, "--layer", 1)
     write(path, {"hidden_states": hidden[..., :9]}, {})
     assert "hidden_states's shape in" in refused("run", path, "--checkpoint", tmp_path / "model", "--layer", 1)
+    write(path, {"hidden_states": hidden.int()}, {})
+    assert "hidden_states's dtype in" in refused("run", path, "--checkpoint", tmp_path / "model", "--layer", 1)
 
 
 def test_recordings_survive_a_round_trip(recording):
@@ -299,6 +304,11 @@ def test_check_fails_when_a_backend_is_wrong(monkeypatch):
     assert " far " in printed and "too far off" in printed
     assert "--regime is 'odd'" in refused("check", "--regime", "odd")
     assert "--backend is 'odd'" in refused("check", "--backend", "odd")
+
+
+def test_check_of_no_backend_is_no_success():
+    printed = openkda("check", "--regime", "init", "--backend", "hopper", "--device", "cpu", code=1)
+    assert "hopper, chunk form: not checked: " in printed and "nothing was checked" in printed and "tolerance" not in printed
 
 
 def test_explain_says_who_serves_and_what_moves(tmp_path):

@@ -52,7 +52,7 @@ def check(
     device: Device = None,
     interpret: Annotated[bool, typer.Option("--interpret", help="also run the Triton kernels on the CPU, in Triton's interpreter")] = False,
 ) -> None:
-    """Check every backend of this machine against the token recurrence; exit code 1 when one is too far off."""
+    """Check every backend of this machine against the token recurrence; exit code 1 when one is too far off or none was checked."""
     if interpret:
         os.environ["TRITON_INTERPRET"] = "1"  # read when kernels are defined, so before any is imported
     from openkda.backends import NAMES

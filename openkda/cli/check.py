@@ -92,7 +92,8 @@ def one_thread() -> Iterator[None]:
 
 
 def check(*, wanted: tuple[str, ...], regimes: tuple[str, ...], device: torch.device, gradients: bool) -> bool:
-    """Run every case on every wanted backend that serves it and print a table. Returns False when a result is too far off.
+    """Run every case on every wanted backend that serves it and print a table. Returns False when a result is too far off, or when none
+    of the wanted backends serves anything on `device`.
 
     gradients: also compare the gradients of every input with fp64 autograd of the recurrence."""
     for regime in regimes:
@@ -117,7 +118,7 @@ def check(*, wanted: tuple[str, ...], regimes: tuple[str, ...], device: torch.de
                             run_case(row, case, f"{shape} {SHORT[dtype]}")
                         bar.advance(task)
     report(Console(), list(rows.values()), refused)
-    return all(row.passed for row in rows.values())
+    return bool(rows) and all(row.passed for row in rows.values())
 
 
 def run_case(row: Row, case: Case, where: str) -> None:
@@ -146,11 +147,15 @@ def report(console: Console, rows: list[Row], refused: dict[tuple[str, str], str
     for r in sorted(rows, key=lambda r: (backends.NAMES.index(r.backend), r.form)):
         verdict = "[green]ok[/]" if r.passed else "[red]far[/]"
         table.add_row(r.backend, r.form, r.gate, r.regime, f"{r.error:.1e}", f"{r.allowed:.1e}", f"{r.output}, {r.where}", verdict)
-    console.print(table)
+    if rows:
+        console.print(table)
     checked = {(r.backend, r.form) for r in rows}
     for (name, form), reason in refused.items():
         extent = "in part" if (name, form) in checked else "not"
         console.print(f"{name}, {form} form: {extent} checked: {reason}", highlight=False)
+    if not rows:
+        console.print("[red]nothing was checked[/]")
+        return
     failed, cases = sum(not r.passed for r in rows), sum(r.cases for r in rows)
     verdict = (
         f"[red]{failed} of {len(rows)} lines are too far off[/]" if failed else f"[green]all {len(rows)} lines are within tolerance[/]"

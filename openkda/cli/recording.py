@@ -26,7 +26,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from openkda.cli.errors import BadInput, refusals
-from openkda.problem import Inputs, Problem, describe
+from openkda.problem import REFERENCE_DTYPES, Inputs, Problem, describe
 
 REQUIRED = ("q", "k", "v", "g", "beta")
 OPTIONAL = ("A_log", "dt_bias", "initial_state", "cu_seqlens")
@@ -79,6 +79,8 @@ def through_layer(path: Path, checkpoint: Path, layer: int) -> Recording:
 
     tensors, provenance = _load(path, ("hidden_states",), ())
     x = tensors["hidden_states"]  # [B, T, hidden_size]
+    if not x.is_floating_point():
+        raise BadInput(f"hidden_states's dtype in {path} is {x.dtype}; it must be one of {', '.join(map(str, REFERENCE_DTYPES))}")
     _check_values(path, "hidden_states", x, log_decay=False)
     with refusals():
         mixer = load_kda_layer(checkpoint, layer)
@@ -170,8 +172,9 @@ def replacing(path: Path) -> Iterator[Path]:
     """A temporary file beside `path` that takes its place when the block ends well, and is removed when it does not.
 
     Entered before the work starts, so that an output that cannot be written is refused before anything is computed."""
-    if os.path.isdir(path):  # which, unlike Path.is_dir, takes a name that is too long
-        raise BadInput(f"{path} cannot be written: it is a directory")
+    if os.path.exists(path) and not os.path.isfile(path):  # these, unlike Path's, take a name that is too long
+        what = "a directory" if os.path.isdir(path) else "a device or a pipe, which a file would replace"
+        raise BadInput(f"{path} cannot be written: it is {what}")
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}{path.suffix}")
     made = [folder for folder in (path.parent, *path.parent.parents) if not folder.exists()]
     try:  # from here on, wherever an interrupt strikes, what was made is removed
