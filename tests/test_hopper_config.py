@@ -183,11 +183,16 @@ def test_bound_arguments_lie_as_the_driver_reads_them(monkeypatch):
 def test_a_launch_in_a_thread_without_a_context_is_made_again(monkeypatch):
     answers, devices = [201, 0, 0, 700], []
     library = SimpleNamespace(cuLaunchKernelEx=lambda *call: answers.pop(0), cuGetErrorString=lambda code, text: 0)
+    library.cuFuncGetName = lambda name, function: setattr(name._obj, "value", b"scan_kernel") or 0
     monkeypatch.setattr(driver, "driver", lambda: library)
     monkeypatch.setattr(torch.cuda, "set_device", devices.append)
     driver.launch([(1, 2, 3, None), (4, 5, 6, None)], 3)
     assert devices == [3] and answers == [700]
-    with pytest.raises(RuntimeError, match="failed with 700"):
+    with pytest.raises(RuntimeError, match="the launch of scan_kernel failed with 700: unknown"):
+        driver.launch([(1, 2, 3, None)], 3)
+    del library.cuFuncGetName  # an older driver
+    answers.append(700)
+    with pytest.raises(RuntimeError, match="the launch of a kernel failed with 700"):
         driver.launch([(1, 2, 3, None)], 3)
 
 

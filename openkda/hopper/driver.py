@@ -46,6 +46,13 @@ def failure(what: str, code: int) -> RuntimeError:
     return RuntimeError(f"{what} failed with {code}: {(text.value or b'unknown').decode()}")
 
 
+def kernel_name(function: ctypes.c_void_p) -> str:
+    """What a kernel on the device is called; drivers before CUDA 12.3 cannot tell."""
+    name, find = ctypes.c_char_p(), getattr(driver(), "cuFuncGetName", None)
+    known = find is not None and find(ctypes.byref(name), function) == 0
+    return name.value.decode() if known else "a kernel"
+
+
 @lru_cache(maxsize=4096)
 def tensor_map(address: int, dtype: int, size: int, swizzle: int, box: tuple[int, int], rows: int, columns: int, stride: int) -> bytes:
     """The copy engine's description of a matrix [rows, columns] of elements of `size` bytes, `stride` elements from row to row, read and
@@ -100,4 +107,4 @@ def launch(calls: Sequence[Call], device: int) -> None:
             torch.cuda.set_device(device)
             code = start(*call)
         if code:
-            raise failure("a kernel's launch", code)
+            raise failure(f"the launch of {kernel_name(call[1])}", code)
