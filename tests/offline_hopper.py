@@ -7,7 +7,8 @@ import torch
 from offline import CAPABILITY
 
 from openkda.hopper import launch
-from openkda.hopper.config import choose
+from openkda.hopper.config import Config, choose
+from openkda.problem import Problem
 from openkda.testing import make_case
 
 SHAPES = (
@@ -21,11 +22,25 @@ def compile_hopper(target: str, shapes: tuple[dict, ...] = SHAPES, bounded: bool
     for shape in shapes:
         problem, _ = make_case("init", T=64, H=2, K=128, dtype=torch.bfloat16, state_v_first=True, bounded=bounded).described()
         problem = problem.replace(device_type="cuda", capability=CAPABILITY[target], **shape, HV=shape["H"])
-        for one in launch.launches(problem, choose(problem), None, (torch.float32, torch.float32, None))[0]:
-            sizes = [int(array or bits) // (1 if array else 8) for bits, array in PARAMETER.findall(one.compile().asm["ptx"])]
-            assert sizes == one.parameters().sizes, one.name
+        compile_launches(problem, choose(problem))
+
+
+def compile_launches(problem: Problem, config: Config) -> None:
+    for one in launch.launches(problem, config, None, (torch.float32, torch.float32, torch.int32))[0]:
+        sizes = [int(array or bits) // (1 if array else 8) for bits, array in PARAMETER.findall(one.compile().asm["ptx"])]
+        assert sizes == one.parameters().sizes, one.name
 
 
 def compile_any_gate(target: str) -> None:
     """One block a head, and two."""
     compile_hopper(target, (dict(T=512, H=96), dict(T=128, H=8)), bounded=False)
+
+
+def compile_tickets(target: str) -> None:
+    """Blocks that take the sequences of a ragged batch in turn."""
+    lengths = (64,) * 70
+    problem, _ = make_case("init", lengths=lengths, H=2, K=128, dtype=torch.bfloat16).described()
+    problem = problem.replace(device_type="cuda", capability=CAPABILITY[target])
+    config = choose(problem, lengths)
+    assert config.forward.split == "turns"
+    compile_launches(problem, config)

@@ -364,3 +364,13 @@ def test_any_gate_compiles_within_the_device():
     for k in kernels:
         assert k.shared <= offline.SHARED_LIMIT["sm_90"]
         assert k.spills <= 160, f"{k.name}: {k.spills} bytes"  # constants and addresses
+
+
+def test_blocks_that_take_tickets_compile_within_the_device():
+    import offline
+
+    kernels = offline.in_subprocess("sm_90", "offline_hopper:compile_tickets")
+    assert {"forward_kernel", "table_kernel"} == {k.name for k in kernels}
+    for k in kernels:
+        assert k.shared <= offline.SHARED_LIMIT["sm_90"]
+        assert k.spills <= 160, f"{k.name}: {k.spills} bytes"
