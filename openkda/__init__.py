@@ -2,7 +2,8 @@
 
 from openkda.ops import chunk_kda, fused_kda_gate, fused_recurrent_kda
 from openkda.reference import naive_chunk_kda, naive_recurrent_kda
-from openkda.serving import Checkpoints, kda_decode, kda_prefill
+from openkda.serving import kda_decode
+from openkda.serving_prefill import Checkpoints, kda_prefill
 from openkda.serving_step import kda_fused_decode
 
 __version__ = "0.1.0"

@@ -12,7 +12,7 @@ import torch
 
 from openkda import serving_torch
 from openkda.problem import check_number, fail, through_operator
-from openkda.serving import choose_backend, common_device, find_launch, library
+from openkda.serving import choose_backend, common_device, define, find_launch
 from openkda.serving_problem import Options, check_decode, check_scalars, check_step, check_types, layout
 
 
@@ -115,12 +115,10 @@ def _fused_launch(tensors: tuple[torch.Tensor | None, ...], norm_eps: float, *op
     return fused_launch(problem, device)
 
 
-library.define(
+define(
     "kda_fused_decode(Tensor q, Tensor k, Tensor v, Tensor gate, Tensor beta, Tensor(a!) out, Tensor? A_log, Tensor? dt_bias, "
     "Tensor(b!) state_pool, Tensor state_indices, Tensor? num_accepted, Tensor output_gate, Tensor norm_weight, Tensor conv_weight, "
     "Tensor? conv_bias, Tensor(c!) conv_pool, float norm_eps, float? lower_bound, float? scale, int pad_slot, bool verify, bool qk_l2norm, "
-    "bool neg_eigval, bool state_v_first, str? backend) -> ()"
+    "bool neg_eigval, bool state_v_first, str? backend) -> ()",
+    lambda *args: _fused_decode(args[:16], args[16:]),
 )
-for _key in ("CPU", "CUDA"):
-    library.impl("kda_fused_decode", lambda *args: _fused_decode(args[:16], args[16:]), _key)
-torch.library.register_fake("openkda::kda_fused_decode", lambda *args: None, lib=library)
