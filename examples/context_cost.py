@@ -28,7 +28,8 @@ from rich.table import Table
 from training import Step, adamw, own_stream
 
 import openkda
-from openkda.model import CACHE_NAME, KDAForCausalLM, KDAModelCache
+from openkda.model import CACHE_NAME, KDAForCausalLM
+from openkda.model_cache import KDAModelCache
 
 PIECE = 8192  # tokens a prefill call, all sequences together, so that a long context needs no more memory than its cache
 TRAINING_STEPS = 4  # timed ones of each length, after the warm-up of `training.Step`

@@ -6,7 +6,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from openkda.model import CACHE_NAME, KDAConfig, KDAForCausalLM, KDAModel, KDAModelCache, extended
+from openkda.model import CACHE_NAME, KDAConfig, KDAForCausalLM, KDAModel
+from openkda.model_cache import KDAModelCache, extended
 
 LINEAR, FULL = "linear_attention", "full_attention"
 LAYERS = {"kda": [LINEAR, LINEAR], "hybrid": [LINEAR, FULL], "softmax": [FULL, FULL], "one": [LINEAR]}
