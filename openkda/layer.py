@@ -21,7 +21,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from openkda.backends import check_name
 from openkda.ops import chunk_kda, fused_recurrent_kda
+from openkda.problem import check_bounds
 from openkda.serving_step import kda_fused_decode
 from openkda.short_conv import kernels_serve, short_conv
 
@@ -157,7 +159,7 @@ class KimiDeltaAttention(nn.Module):
         device: where the parameters are made; default torch's.
 
     Raises:
-        ValueError: a size that does not fit, or a bound outside [-5, 0).
+        ValueError: a size that does not fit, a bound outside [-5, 0), or a backend that is none.
     """
 
     def __init__(
@@ -189,6 +191,7 @@ class KimiDeltaAttention(nn.Module):
             raise ValueError(f"num_v_heads={self.num_v_heads} must be a multiple of num_heads={num_heads}")
         if lower_bound is not None and not -5 <= lower_bound < 0:
             raise ValueError(f"lower_bound={lower_bound} must be None or in [-5, 0)")
+        check_name(backend)
 
         self.key_dim, self.value_dim = num_heads * head_dim, self.num_v_heads * self.head_v_dim
         gate_dim = self.num_v_heads * head_dim
@@ -336,21 +339,31 @@ class KimiDeltaAttention(nn.Module):
             [B, T, hidden_size], in the dtype of the projections.
 
         Raises:
-            ValueError: both `attention_mask` and `cu_seqlens`, or a shape that does not fit.
+            ValueError: both `attention_mask` and `cu_seqlens`, bounds that fall or leave T, a shape that does not fit, or a cache of
+                another number of sequences.
         """
+        if hidden_states.dim() != 3 or hidden_states.shape[2] != self.hidden_size:
+            raise ValueError(f"hidden_states must be [B, T, {self.hidden_size}], got {list(hidden_states.shape)}")
         B, T, _ = hidden_states.shape
-        packing = None
+        packing, sequences = None, B
         if attention_mask is not None:
             if cu_seqlens is not None:
                 raise ValueError("attention_mask and cu_seqlens exclude each other: a packed batch has no padding")
+            if not isinstance(attention_mask, Tensor | Packing):
+                raise TypeError(f"attention_mask is a {type(attention_mask).__name__}; it must be a torch.Tensor, a Packing or None")
             packing = attention_mask
             if isinstance(attention_mask, Tensor):
                 if attention_mask.dim() != 2 or attention_mask.shape[0] != B or attention_mask.shape[1] < T:
                     raise ValueError(f"attention_mask must be [B={B}, at least T={T}], got {list(attention_mask.shape)}")
                 packing = Packing.of(attention_mask[:, attention_mask.shape[1] - T :])
             hidden_states, cu_seqlens = packing.pack(hidden_states), packing.cu_seqlens
-        elif cu_seqlens is not None and B != 1:
-            raise ValueError(f"hidden_states must have B=1 with cu_seqlens, got B={B}")
+        elif cu_seqlens is not None:
+            check_bounds(cu_seqlens, None, T, wait=True)  # before the convolution, which indexes by it
+            sequences = cu_seqlens.shape[0] - 1
+            if B != 1:
+                raise ValueError(f"hidden_states must have B=1 with cu_seqlens, got B={B}")
+        if cache is not None and cache.recurrent_state is not None and cache.recurrent_state.shape[0] != sequences:
+            raise ValueError(f"cache holds the states of {cache.recurrent_state.shape[0]} sequences; it must hold {sequences}")
 
         qkv, gate, beta = self.project(hidden_states)
         output_gate = self.g_b_proj(self.g_a_proj(hidden_states)).unflatten(-1, (self.num_v_heads, self.head_v_dim))

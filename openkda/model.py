@@ -44,7 +44,7 @@ class KDAConfig(PreTrainedConfig):
         kda_backend: name of the kernel backend, None for the best that serves.
 
     Raises:
-        ValueError: `layer_types` of the wrong length or with an unknown entry.
+        ValueError: `layer_types` of the wrong length or with an unknown entry; heads that key-value heads do not divide.
     """
 
     model_type = "openkda"
@@ -84,6 +84,8 @@ class KDAConfig(PreTrainedConfig):
                 f"layer_types must name linear_attention or full_attention for each of num_hidden_layers={num_hidden_layers} layers, "
                 f"got {layer_types}"
             )
+        if num_attention_heads % (num_key_value_heads or num_attention_heads):
+            raise ValueError(f"num_attention_heads={num_attention_heads} must be a multiple of num_key_value_heads={num_key_value_heads}")
         self.layer_types = list(layer_types)
         self.num_heads, self.head_dim, self.num_v_heads, self.head_v_dim = num_heads, head_dim, num_v_heads, head_v_dim
         self.conv_size, self.lower_bound, self.allow_neg_eigval = conv_size, lower_bound, allow_neg_eigval
@@ -264,7 +266,7 @@ class KDAModel(KDAPreTrainedModel):
         cu_seqlens: Tensor | None = None,
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
-    ) -> BaseModelOutputWithPast:
+    ) -> BaseModelOutputWithPast | tuple:
         """Run the stack.
 
         Args:
@@ -274,6 +276,7 @@ class KDAModel(KDAPreTrainedModel):
             cache (or `past_key_values`): a transformers `DynamicCache` made for this config; read and updated in place.
             use_cache: make a cache when none is given; default the config's in eval mode, off in training.
             cu_seqlens: [N+1] bounds of documents packed in one row (B = 1, no cache, no mask).
+            return_dict: False for a plain tuple of the outputs.
 
         Raises:
             ValueError: both or neither of input_ids and inputs_embeds; cu_seqlens with a mask or cache.
@@ -311,9 +314,10 @@ class KDAModel(KDAPreTrainedModel):
         if isinstance(cache, KDAModelCache):
             cache.tokens += T
         output = {CACHE_NAME: cache if use_cache else None}
-        return BaseModelOutputWithPast(
+        output = BaseModelOutputWithPast(
             last_hidden_state=self.norm(x), hidden_states=tuple(hidden_states) if output_hidden_states else None, **output
         )
+        return output.to_tuple() if return_dict is False else output
 
 
 def default_positions(
@@ -363,7 +367,7 @@ class KDAForCausalLM(KDAPreTrainedModel, GenerationMixin):
         cu_seqlens: Tensor | None = None,
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
-    ) -> CausalLMOutputWithPast:
+    ) -> CausalLMOutputWithPast | tuple:
         """As `KDAModel.forward`, and:
 
         Args:
@@ -380,9 +384,10 @@ class KDAForCausalLM(KDAPreTrainedModel, GenerationMixin):
         loss = None
         if labels is not None:
             loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten(), ignore_index=-100)
-        return CausalLMOutputWithPast(
+        result = CausalLMOutputWithPast(
             loss=loss, logits=logits, hidden_states=output.hidden_states, **{CACHE_NAME: getattr(output, CACHE_NAME)}
         )
+        return result.to_tuple() if return_dict is False else result
 
 
 # After `import openkda.model`, transformers' Auto classes load these checkpoints.

@@ -20,6 +20,7 @@ from openkda.plan import Plan
 
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 REFERENCE_DTYPES = (*FLOAT_DTYPES, torch.float64)  # fp64 is served by the torch backend alone, for gradient checks
+INDEX_DTYPES = (torch.int32, torch.int64)
 MAX_HEAD_DIM = 256
 CHUNK_SIZES = (32, 64)
 GATES = ("none", "softplus", "bounded")
@@ -228,10 +229,7 @@ def _build(
     check_gate_parameters(HV, K, q.device, A_log=A_log, dt_bias=dt_bias)
     N = B
     if cu is not None:
-        if cu.ndim != 1 or cu.shape[0] < 1:
-            raise fail("cu_seqlens's shape", list(cu.shape), "[N + 1]")
-        if cu.dtype not in (torch.int32, torch.int64):
-            raise fail("cu_seqlens's dtype", cu.dtype, "torch.int32 or torch.int64")
+        _check_bounds_form(cu)
         if B != 1:
             raise fail("q's batch size", B, "1 with cu_seqlens, the sequences packed along T")
         N = cu.shape[0] - 1
@@ -302,6 +300,21 @@ def describe(
     return problem, Inputs(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, lengths)
 
 
+def _check_bounds_form(cu: Meta | torch.Tensor) -> None:
+    if cu.ndim != 1 or cu.shape[0] < 1:
+        raise fail("cu_seqlens's shape", list(cu.shape), "[N + 1]")
+    if cu.dtype not in INDEX_DTYPES:
+        raise fail("cu_seqlens's dtype", cu.dtype, "torch.int32 or torch.int64")
+
+
+def check_bounds(cu: torch.Tensor, cu_cpu: torch.Tensor | None, T: int, *, wait: bool) -> None:
+    """Type, shape and dtype of cu_seqlens, and its values: in any case with `wait`, else where the host has them without waiting."""
+    meta("cu_seqlens", cu)
+    _check_bounds_form(cu)
+    if not through_operator(cu) and (wait or cu_cpu is not None or cu.device.type == "cpu"):
+        check_cu_seqlens(cu, cu_cpu, T)
+
+
 _checked: dict[int, tuple[weakref.ref, int, tuple[int, ...]]] = {}
 
 
@@ -319,7 +332,7 @@ def check_cu_seqlens(cu: torch.Tensor, cu_cpu: torch.Tensor | None, T: int) -> t
             raise fail("cu_seqlens_cpu's device", cu_cpu.device, "cpu")
         if tuple(cu_cpu.shape) != tuple(cu.shape):
             raise fail("cu_seqlens_cpu's shape", list(cu_cpu.shape), f"that of cu_seqlens, {list(cu.shape)}")
-        if cu_cpu.dtype not in (torch.int32, torch.int64):
+        if cu_cpu.dtype not in INDEX_DTYPES:
             raise fail("cu_seqlens_cpu's dtype", cu_cpu.dtype, "torch.int32 or torch.int64")
     remembered = source.device.type != "cpu" and not source.is_inference()
     version = source._version if remembered else 0

@@ -17,8 +17,8 @@ from functools import cache, partial
 import torch
 
 from openkda import serving_torch
-from openkda.problem import check_cu_seqlens, fail, through_operator
-from openkda.serving_problem import INDEX_DTYPES, Options, check_decode, check_scalars, check_types, layout
+from openkda.problem import check_bounds, fail, through_operator
+from openkda.serving_problem import Options, check_decode, check_scalars, check_types, layout
 
 
 def kda_decode(
@@ -97,7 +97,7 @@ def recurrent_in_pool(
     if q.dim() != 4:
         raise fail("q's shape", list(q.shape), "[B, T, H, K]")
     if cu_seqlens is not None:
-        check_bounds(cu_seqlens, cu_seqlens_cpu, q.shape[1])
+        check_bounds(cu_seqlens, cu_seqlens_cpu, q.shape[1], wait=False)
     elif cu_seqlens_cpu is not None:
         raise fail("cu_seqlens_cpu", "given", "None without cu_seqlens")
     if state_indices is None:
@@ -217,18 +217,6 @@ def choose_backend(device: torch.device, backend: str | None) -> str:
     if backend is None:
         return "torch"
     raise ValueError(f"backend is {backend!r}, which cannot serve this call: {reason}")
-
-
-def check_bounds(cu: torch.Tensor, cu_cpu: torch.Tensor | None, T: int) -> None:
-    """Shape and dtype of cu_seqlens, and its values where the host has them."""
-    if cu.dim() != 1 or cu.shape[0] < 1:
-        raise fail("cu_seqlens's shape", list(cu.shape), "[N + 1]")
-    if cu.dtype not in INDEX_DTYPES:
-        raise fail("cu_seqlens's dtype", cu.dtype, "torch.int32 or torch.int64")
-    if through_operator(cu):
-        return
-    if cu_cpu is not None or cu.device.type == "cpu":
-        check_cu_seqlens(cu, cu_cpu, T)
 
 
 library = torch.library.Library("openkda", "DEF")

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 
 from openkda import backends, serving_torch
-from openkda.problem import FLOAT_DTYPES, check_cu_seqlens, describe, fail, through_operator
-from openkda.serving import TENSORS, check_bounds, choose_backend, common_device, define
+from openkda.problem import FLOAT_DTYPES, check_bounds, check_cu_seqlens, describe, fail, through_operator
+from openkda.serving import TENSORS, choose_backend, common_device, define
 from openkda.serving_problem import check_indices, check_like, check_pool, check_scalars, check_types, layout
 
 
@@ -120,7 +120,7 @@ def _prefill(
         raise fail("cu_seqlens", None, "a tensor [N + 1]")
     if v.dim() != 4 or q.dim() != 4:
         raise fail("v's shape" if v.dim() != 4 else "q's shape", list((v if v.dim() != 4 else q).shape), "[1, T, heads, head dim]")
-    check_bounds(cu_seqlens, cu_seqlens_cpu, q.shape[1])
+    check_bounds(cu_seqlens, cu_seqlens_cpu, q.shape[1], wait=False)
     N, (HV, V), K = cu_seqlens.shape[0] - 1, v.shape[2:], q.shape[3]
     check_pool(layout(state_pool), HV, K, V, state_v_first)
     if state_indices is None or state_indices.dim() != 1:

@@ -20,10 +20,9 @@ from typing import NamedTuple
 
 import torch
 
-from openkda.problem import FLOAT_DTYPES, MAX_HEAD_DIM, check_lower_bound, check_number, check_scale, fail
+from openkda.problem import FLOAT_DTYPES, INDEX_DTYPES, MAX_HEAD_DIM, check_lower_bound, check_number, check_scale, fail
 
 STATE_DTYPES = (torch.float32, torch.bfloat16)
-INDEX_DTYPES = (torch.int32, torch.int64)
 MAX_STEP_TOKENS = 8  # tokens per sequence of a fused step; its loop over windows is unrolled
 MAX_TAPS = 8  # of the short convolution
 

@@ -404,6 +404,28 @@ def test_impossible_calls_are_refused():
         layer(x, cu_seqlens=bounds)
 
 
+def test_bounds_and_caches_that_do_not_fit_are_refused():
+    layer, x = make_layer(), torch.randn(2, 7, HIDDEN, dtype=torch.float64)
+    for bounds, words in (([0, 9], "at most T = 7"), ([0, 5, 3], "cu_seqlens.2. is 3"), ([2, 5], "first entry is 2"), (7, "shape is ..;")):
+        with pytest.raises(ValueError, match=words):
+            layer(x[:1], cu_seqlens=torch.tensor(bounds))
+    with pytest.raises(TypeError, match="cu_seqlens is a list"):
+        layer(x[:1], cu_seqlens=[0, 7])
+    with pytest.raises(TypeError, match="attention_mask is a list"):
+        layer(x, attention_mask=[1] * 7)
+    for wrong in (x[0], x[..., 1:]):
+        with pytest.raises(ValueError, match=f"hidden_states must be .B, T, {HIDDEN}., got"):
+            layer(wrong)
+    with torch.no_grad():
+        cache = KDACache()
+        layer(x, cache=cache)
+        before = cache.recurrent_state.clone()
+        for T in (1, 7):  # the first a fused step, whose slots would be those of other sequences
+            with pytest.raises(ValueError, match="cache holds the states of 2 sequences; it must hold 1"):
+                layer(x[:1, :T], cache=cache)
+        assert torch.equal(cache.recurrent_state, before)
+
+
 def test_kernel_inputs_are_what_the_layer_runs_on():
     from openkda import chunk_kda
 

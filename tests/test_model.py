@@ -4,6 +4,7 @@ from collections import defaultdict
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from openkda.model import CACHE_NAME, KDAConfig, KDAForCausalLM, KDAModel
@@ -179,6 +180,30 @@ def test_save_and_load_are_bit_equal(tmp_path, options):
     ids = tokens(2, 9)
     assert torch.equal(again.eval()(ids).logits, model(ids).logits)
     assert isinstance(AutoModelForCausalLM.from_pretrained(tmp_path), KDAForCausalLM)
+
+
+def test_what_a_checkpoint_lacks_is_drawn_and_nothing_else(tmp_path):
+    model = small_model("kda").float()
+    model.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    saved = load_file(file)
+    del saved["model.layers.0.self_attn.dt_bias"]
+    save_file(saved, file, metadata={"format": "pt"})
+    again, info = KDAForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert info["missing_keys"] == {"model.layers.0.self_attn.dt_bias"}
+    state = again.state_dict()
+    assert all(torch.equal(state[name], x) for name, x in saved.items())
+    assert state["model.layers.0.self_attn.dt_bias"].isfinite().all()
+
+
+def test_plain_tuples_and_head_counts():
+    model, ids = small_model(), tokens(2, 5)
+    loss, logits, *_ = model(ids, labels=ids, return_dict=False)
+    whole = model(ids, labels=ids)
+    assert torch.equal(loss, whole.loss) and torch.equal(logits, whole.logits)
+    assert isinstance(model.model(ids, return_dict=False), tuple)
+    with pytest.raises(ValueError, match="num_attention_heads=3 must be a multiple of num_key_value_heads=2"):
+        KDAConfig(num_attention_heads=3, num_key_value_heads=2)
 
 
 def test_decay_parameters_stay_single_precision_when_loaded_in_sixteen_bit(tmp_path):
