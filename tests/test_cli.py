@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, safe_open
 from typer.testing import CliRunner
 
+from openkda import __version__
 from openkda.cli import check as check_module
 from openkda.cli import explain as explain_module
 from openkda.cli.app import app
@@ -379,6 +380,7 @@ def test_backward_stages_hand_on_what_they_write(options):
 
 
 def test_info_shows_versions_and_backends():
+    assert openkda("--version").strip() == f"openkda {__version__}"
     printed = openkda("info")
     assert torch.__version__.split("+")[0] in printed and "Triton cache" in printed
     assert all(f"backend {name}" in printed for name in ("hopper", "portable", "torch"))

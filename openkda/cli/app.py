@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
 
@@ -16,8 +17,17 @@ Backend = Annotated[str | None, typer.Option(help="hopper, portable or torch; de
 Device = Annotated[str | None, typer.Option(help="torch device, as cuda, cuda:1 or cpu; default: the GPU if there is one")]
 
 
+def show_version(asked: bool) -> None:
+    """Print the version and end, where that was asked for."""
+    if asked:
+        typer.echo(f"openkda {version('openkda')}")
+        raise typer.Exit
+
+
 @app.callback()
-def options() -> None:
+def options(
+    version: Annotated[bool, typer.Option("--version", callback=show_version, is_eager=True, help="show the version and exit")] = False,
+) -> None:
     """Kimi Delta Attention: run it on recorded tensors, check it on this machine, explain how a call is served."""
 
 

@@ -36,8 +36,8 @@ def bench(
 ) -> None:
     """Time the forward (or a training step) beside every installed peer, on the same tensors in one run.
 
-    Shows GPU time (CUDA graph; inputs warm in L2, and cold), eager time, host time per call, first call, the ratio to the memory floor,
-    errors against fp64 on two heads, and whether two runs agree bit for bit. The JSON file is written after every row."""
+    Shows GPU time (CUDA graph; inputs warm in L2, and cold), eager time, host time per call, first call, the ratio to the memory floor, \
+errors against fp64 on two heads, and whether two runs agree bit for bit. The JSON file is written after every row."""
     from openkda.cli.bench_run import run_bench
 
     run_bench(

@@ -87,7 +87,7 @@ def sigmoid(x):
     return 1.0 / (1.0 + tl.exp2(x * -LOG2E))
 
 
-def as_rows(x: torch.Tensor, min_ndim: int = 3) -> torch.Tensor:
+def as_rows(x: torch.Tensor) -> torch.Tensor:
     """x [B, T, ...] as [B * T, ...] rows whose last dimension is contiguous; copied only where strides do not allow a view.
 
     The two leading dimensions must form one arithmetic sequence of rows, and a row stride must keep tile offsets within int32."""
