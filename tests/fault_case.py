@@ -1,5 +1,6 @@
 """What the tests of faults share: every backend in turn, and the tolerance that is earned."""
 
+import mmap
 import re
 
 import pytest
@@ -10,6 +11,15 @@ from openkda.testing import Case, assert_close, gradient_triples, gradients, rel
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 TOKENWISE = ("q", "k", "v", "g", "beta")
+
+
+def vast(count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """`count` zeros; on a CPU the system gives memory to the pages that are written to alone."""
+    if device.type == "cuda":
+        return torch.zeros(count, dtype=dtype, device=device)
+    pages = mmap.mmap(-1, count * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    pages.madvise(mmap.MADV_NOHUGEPAGE)
+    return torch.frombuffer(pages, dtype=dtype)
 
 
 def sizes(small: dict, full: dict):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import KERNELS
-from fault_case import BF16, F32, TOKENWISE, check, finest, run, width, with_gate
+from fault_case import BF16, F32, TOKENWISE, check, finest, run, vast, width, with_gate
 
 import openkda
 from openkda import chunk_kda
@@ -82,6 +82,17 @@ def test_17_more_than_2_to_the_31_elements(backend, device, T, H, much_memory):
     o, S = chunk_kda(**args)
     o2, S2 = chunk_kda(**{**args, **{name: args[name][:, -1024:].contiguous() for name in TOKENWISE}})
     assert relative_error(o[:, -64:], o2[:, -64:]) < 5e-3 and relative_error(S, S2) < 5e-3
+
+
+def test_17_rows_more_than_2_to_the_31_elements_apart(backend, device):
+    """Views with 2^23 elements from row to row: the offsets of the last of 300 rows do not fit 31 bits."""
+    K, T, row = width(backend), 300, 2**23
+    case = make_case("init", T=T, H=1, K=K, dtype=BF16, device=device)
+    held = vast(T * row, BF16, device)
+    for i, name in enumerate(TOKENWISE):
+        x = case.args[name]
+        case.args[name] = held.as_strided(x.shape, (T * row, row, *x.stride()[2:]), i * K).copy_(x)
+    check(case, backend)
 
 
 def test_22_tokens_past_the_last_sequence(backend, device):
