@@ -1,44 +1,22 @@
 """The Hopper forward on a GPU: values against the fp64 recurrence over its options, and what must hold bit for bit."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
+from hopper_case import BF16, FP16, FP32, RAGGED, SPLIT, case, split_config
 
-from openkda.hopper import config, launch, why_not
-from openkda.hopper.config import Config, base_tiles, choose
-from openkda.testing import assert_close, make_case
+from openkda.hopper import launch, why_not
+from openkda.hopper.config import choose
+from openkda.testing import assert_close
 
 pytestmark = [pytest.mark.gpu, pytest.mark.hopper]
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-RAGGED = (5, 0, 33, 530, 1, 64)
-SPLIT = ["summaries", "whole", "tails"]  # ways of cutting sequences
-
-
-def case(regime="init", **kw):
-    return make_case(regime, **{**dict(H=2, K=128, dtype=BF16, state_v_first=True, device="cuda"), **kw})
-
-
-def split_config(problem, how, steps=4):
-    """A Config that cuts sequences as asked whatever their number."""
-    if how == "full":
-        return Config(base_tiles(problem, config.FULL))
-    if how == "half":
-        return Config(base_tiles(problem, config.HALF))
-    if how.startswith("turns"):
-        return Config(base_tiles(problem, config.HALF if how == "turns half" else config.FULL, split="turns"))
-    state = base_tiles(problem, config.PAIRS, outputs=False, split="state")
-    if how == "tails":
-        first = base_tiles(problem, config.FULL, split="tails")
-        return Config(first, steps, min(2, steps), None, base_tiles(problem, config.HALF, split="whole"))
-    if how == "summaries":
-        return Config(base_tiles(problem, config.FULL, split="segments"), steps, min(2, steps), state)
-    whole = base_tiles(problem, config.HALF, split="whole")
-    return Config(base_tiles(problem, config.FULL, split="segments_all"), steps, min(2, steps), state, whole)
 
 
 def check(c, cfg=None):
     problem, inputs = c.described()
     assert why_not(problem) is None
-    o, final = launch.forward(problem, inputs, cfg or choose(problem))
+    o, final, _ = launch.forward(problem, inputs, cfg or choose(problem))
     assert_close("o", o, c.oracle[0], c.twin[0])
     assert_close("final_state", final, c.oracle[1], c.twin[1])
     return o, final
@@ -61,7 +39,7 @@ def test_blocks_take_several_items(how, kw, bounded):
     problem, inputs = c.described()
     found = check(c, split_config(problem, how))
     for other in (how, "half" if how == "turns half" else "full"):
-        again = launch.forward(problem, inputs, split_config(problem, other))
+        again = launch.forward(problem, inputs, split_config(problem, other))[:2]
         assert all(torch.equal(x, y) for x, y in zip(found, again, strict=True))
 
 
@@ -113,12 +91,12 @@ def test_causality_is_bit_exact(how, bounded):
     c = case("mixed", T=300, bounded=bounded)
     problem, inputs = c.described()
     cfg = split_config(problem, how)
-    before, _ = launch.forward(problem, inputs, cfg)
+    before, *_ = launch.forward(problem, inputs, cfg)
     for t in (68, 130, 137):
         for name in ("q", "k", "v", "g", "beta"):
             setattr(inputs, name, getattr(inputs, name).clone())
             getattr(inputs, name)[:, t:] = torch.randn_like(getattr(inputs, name)[:, t:]) * 3
-        after, _ = launch.forward(problem, inputs, cfg)
+        after, *_ = launch.forward(problem, inputs, cfg)
         assert torch.equal(before[:, :t], after[:, :t])
         inputs = c.described()[1]
 
@@ -127,11 +105,20 @@ def test_causality_is_bit_exact(how, bounded):
 def test_alternating_inputs_never_mix(how):
     a, b = case("init", T=1000, H=12), case("random", T=1000, H=12, seed=1)
     cfg = split_config(a.described()[0], how, steps=8)
-    first = [launch.forward(*x.described(), cfg) for x in (a, b)]
+    first = [launch.forward(*x.described(), cfg)[:2] for x in (a, b)]
     for _ in range(100):
         for x, (o, final) in zip((a, b), first, strict=True):
             again = launch.forward(*x.described(), cfg)
             assert torch.equal(o, again[0]) and torch.equal(final, again[1])
+
+
+def test_a_thread_of_its_own():
+    """Its first call finds no context on the device, whether or not allocating made one."""
+    problem, inputs = case(T=300).described()
+    expected = launch.forward(problem, inputs)
+    with ThreadPoolExecutor(1) as thread:
+        found = thread.submit(launch.forward, problem, inputs).result()
+    assert all(torch.equal(a, b) for a, b in zip(found[:2], expected[:2]))
 
 
 def test_strided_views_and_poisoned_memory():
@@ -143,7 +130,7 @@ def test_strided_views_and_poisoned_memory():
     for name, view in zip(("q", "k", "v"), views, strict=True):
         view.copy_(getattr(inputs, name))
         setattr(inputs, name, view)
-    got, _ = launch.forward(problem, inputs, choose(problem))
+    got, *_ = launch.forward(problem, inputs, choose(problem))
     assert torch.equal(want, got)
 
 

@@ -189,7 +189,7 @@ def recurrence_over_chunks(plan, w, kg, u, G, S0):
 
 
 @pytest.mark.parametrize("v_first", [True, False])
-@pytest.mark.parametrize(("K", "V", "lengths"), [(24, 40, (33, 0, 64, 1)), (16, 3, None)])
+@pytest.mark.parametrize(("K", "V", "lengths"), [(24, 40, (33, 0, 64, 1)), (16, 3, None), (16, 72, (33, 0, 1))])  # 72: two blocks of V
 def test_state_scan_and_output(device, K, V, lengths, v_first):
     problem, inputs, config, plan = setup(regime="init", K=K, V=V, lengths=lengths, state_v_first=v_first, device=device)
     G = gate_cumsum(problem, config, plan, inputs.g, inputs.A_log, inputs.dt_bias)
