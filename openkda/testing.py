@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from inspect import signature
 from itertools import pairwise
@@ -231,6 +231,23 @@ def rounded_chunk(problem: Problem, inputs: Inputs, chunk: int = 64) -> tuple[to
         final[n] = S
     o = o.to(problem.dtype).view(problem.B, problem.T, problem.HV, problem.V)
     return o, (final.mT.contiguous() if problem.state_v_first else final).to(problem.state_dtype)
+
+
+def entry_states(problem: Problem, inputs: Inputs, run: Callable[[Problem, Inputs], tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+    """The states before every chunk of Problem.chunk_size tokens, those of all sequences in turn [chunks, HV, K, V] (V first as asked):
+    `oracle` or `rounded_chunk` run chunk by chunk, its states kept in its own precision."""
+    p = problem.replace(B=1, N=1, varlen=False, state_dtype=torch.float32)
+    flat = {name: getattr(inputs, name).flatten(0, 1)[None] for name in ("q", "k", "v", "g", "beta")}
+    found = []
+    for n, rows in _per_sequence(problem, inputs):
+        given = inputs.initial_state
+        S = torch.zeros(1, *p.state_shape[1:], device=inputs.q.device) if given is None else given[n : n + 1]
+        for start in range(rows.start, rows.stop, p.chunk_size):
+            piece = slice(start, min(start + p.chunk_size, rows.stop))
+            found.append(S[0])
+            tokens = {name: x[:, piece] for name, x in flat.items()}
+            _, S = run(p.replace(T=piece.stop - start), replace(inputs, **tokens, initial_state=S, cu_seqlens=None))
+    return torch.stack(found)
 
 
 def cotangents(case: Case) -> tuple[torch.Tensor, torch.Tensor]:

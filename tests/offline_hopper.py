@@ -17,10 +17,10 @@ SHAPES = (
 PARAMETER = re.compile(r"\.param (?:\.align \d+ )?\.[a-z](\d+) (?:\.ptr \.global \.align \d+ )?\w+_param_\d+(?:\[(\d+)\])?")
 
 
-def compile_hopper(target: str, shapes: tuple[dict, ...] = SHAPES, bounded: bool = True) -> None:
+def compile_hopper(target: str, shapes: tuple[dict, ...] = SHAPES, bounded: bool = True, v_first: bool = True) -> None:
     """Every launch of one call per kind of Config."""
     for shape in shapes:
-        problem, _ = make_case("init", T=64, H=2, K=128, dtype=torch.bfloat16, state_v_first=True, bounded=bounded).described()
+        problem, _ = make_case("init", T=64, H=2, K=128, dtype=torch.bfloat16, state_v_first=v_first, bounded=bounded).described()
         problem = problem.replace(device_type="cuda", capability=CAPABILITY[target], **shape, HV=shape["H"])
         compile_launches(problem, choose(problem))
 
@@ -44,3 +44,9 @@ def compile_tickets(target: str) -> None:
     config = choose(problem, lengths)
     assert config.forward.split == "turns"
     compile_launches(problem, config)
+
+
+def compile_with_states(target: str) -> None:
+    """Chunk-entry states of both layouts, of blocks of 64 and of 128 rows."""
+    for v_first in (True, False):
+        compile_hopper(target, tuple(dict(T=512, H=H, return_intermediate_states=True) for H in (96, 8)), v_first=v_first)

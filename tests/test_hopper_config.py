@@ -35,7 +35,7 @@ def problem():
         (dict(capability=(8, 0)), "capability"), (dict(capability=(10, 0)), "capability"),
         (dict(capability=None, device_type="cpu"), "capability"),
         (dict(dtype=torch.float32), "float32"), (dict(K=96), "K and V"), (dict(V=256), "K and V"),
-        (dict(return_intermediate_states=True), "chunk-entry"), (dict(T=2**31), "2\\^31"),
+        (dict(T=2**31), "2\\^31"),
     ],
 )  # fmt: skip
 def test_refusals_name_what_is_missing(problem, change, word):
@@ -44,7 +44,13 @@ def test_refusals_name_what_is_missing(problem, change, word):
         raise ValueError(why_not(problem.replace(**change)))
 
 
-@pytest.mark.parametrize("change", [dict(HV=8), dict(K=64), dict(V=64), dict(dtype=torch.float16), dict(gate="softplus", lower_bound=None)])
+@pytest.mark.parametrize(
+    "change",
+    [
+        dict(HV=8), dict(K=64), dict(V=64), dict(dtype=torch.float16), dict(gate="softplus", lower_bound=None),
+        dict(return_intermediate_states=True), dict(return_intermediate_states=True, chunk_size=32),
+    ],
+)  # fmt: skip
 def test_served(problem, change):
     assert why_not(problem.replace(**change)) is None
 
@@ -154,6 +160,24 @@ def test_blocks_take_turns_where_multiprocessors_are_fewer(problem, H, change):
         assert args["tickets_ptr"] == (args["segments_ptr"]._replace(offset=0) if p.varlen else None)
     elif not config.steps:
         assert args["items"] == one.grid[0] and one.grid[0] * one.grid[1] <= MULTIPROCESSORS and args["tickets_ptr"] is None
+
+
+@pytest.mark.parametrize("change", [dict(T=64), dict(T=1024), dict(T=2048, H=12, HV=12), dict(T=1000, N=3, varlen=True)], ids=str)
+def test_chunk_entry_states_change_no_other_kernel(problem, change):
+    """Asked for, they are one more output of the forward kernels, and one more table; else nothing depends on the chunk size."""
+    plain, _ = launches_of(problem, **change)
+    assert [x.key for x in launches_of(problem, chunk_size=32, **change)[0]] == [x.key for x in plain]
+    asked, size = launches_of(problem, return_intermediate_states=True, **change)
+    for one, other in zip(asked, plain, strict=True):
+        args = dict(zip(one.kernel.arg_names, one.args, strict=False))
+        forward, ragged = "h_ptr" in args, one.kernel.fn.__name__ == "table_kernel"
+        assert (one.key == other.key) == (not forward and not ragged) and one.grid == other.grid
+        if forward:
+            assert args["h_ptr"] == Pointer(launch.ENTRIES, torch.bfloat16) and one.constants[0].chunk == 64
+        if forward or ragged:
+            numbers = args["chunks_ptr"]
+            assert numbers.operand == (launch.WORK if "N" in change else launch.TABLES)
+            assert numbers.offset + 4 * problem.replace(**change).N <= (size if "N" in change else numbers.offset + 4)
 
 
 def test_lengths_and_strides_compile_nothing_new(problem):
@@ -374,3 +398,13 @@ def test_blocks_that_take_tickets_compile_within_the_device():
     for k in kernels:
         assert k.shared <= offline.SHARED_LIMIT["sm_90"]
         assert k.spills <= 160, f"{k.name}: {k.spills} bytes"
+
+
+def test_kernels_that_write_chunk_entry_states_compile_within_the_device():
+    import offline
+
+    kernels = [k for k in offline.in_subprocess("sm_90", "offline_hopper:compile_with_states") if k.name == "forward_kernel"]
+    assert len(kernels) == 4
+    for k in kernels:
+        assert k.shared <= offline.SHARED_LIMIT["sm_90"]
+        assert k.spills <= 160, f"{k.name}: {k.spills} bytes"  # addresses

@@ -1,6 +1,6 @@
 """The small kernels of the Hopper forward, which the interpreter runs: the segment table of ragged batches and the chain of summaries."""
 
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import pytest
 import torch
@@ -37,8 +37,11 @@ def table(cu, T, target, device):
     NS = N + T // (STEP * target)
     segments, whole = (torch.full((rows, TABLE), -7, dtype=torch.int32, device=device) for rows in (NS, N))
     cu = torch.tensor(cu, device=device, dtype=torch.int64)
-    table_kernel[(-(-N // TABLE_ROWS),)](cu, segments, whole, N, T, target, NS, TABLE_ROWS, num_warps=4)
+    chunks = torch.full((N,), -7, dtype=torch.int32, device=device)
+    table_kernel[(-(-N // TABLE_ROWS),)](cu, segments, whole, chunks, N, T, target, NS, TABLE_ROWS, 64, num_warps=4)
     assert not segments[:, 7].any() and not whole[:, 7].any()  # tickets
+    counts = [-(-max(b - a, 0) // 64) for a, b in pairwise(accumulate((min(max(x, 0), T) for x in cu.tolist()), max))]
+    assert chunks.tolist() == list(accumulate([0, *counts]))[:N]
     return segments[:, :7].tolist(), whole[:, :7].tolist()
 
 

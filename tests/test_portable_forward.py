@@ -9,7 +9,7 @@ import torch
 from openkda.portable import forward, why_not
 from openkda.portable.config import configure, pad, shared_limit
 from openkda.problem import Inputs, Problem
-from openkda.testing import REGIMES, assert_close, make_case, relative_error
+from openkda.testing import REGIMES, assert_close, entry_states, make_case, oracle, relative_error
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -181,20 +181,9 @@ def test_chunk_entry_states(device, lengths, v_first, chunk_size):
     options = dict(H=1, K=16, V=24, state_v_first=v_first, chunk_size=chunk_size, return_intermediate_states=True, device=device)
     case = make_case("init", **({"B": 2, "T": 70} if lengths is None else {"lengths": lengths}), **options)
     problem, inputs = case.described()
-    h = forward(problem, inputs)[2]
-    per_sequence = [(n, length) for n, length in enumerate(lengths or (70, 70))]
-    entries = h.flatten(0, 1)
-    assert entries.shape[0] == sum(-(-length // chunk_size) for _, length in per_sequence)
-    at = row = 0
-    flat = {name: case.args[name].flatten(0, 1)[None] for name in ("q", "k", "v", "g", "beta")}
-    for n, length in per_sequence:
-        for start in range(0, length, chunk_size):
-            before = make_case("init", T=1, H=1, K=16, V=24, device=device)
-            before.args = dict(case.args, cu_seqlens=None, initial_state=case.args["initial_state"][n : n + 1])
-            before.args.update({name: x[:, row : row + start] for name, x in flat.items()})
-            assert relative_error(entries[at], before.oracle[1][0]) < 1e-5
-            at += 1
-        row += length
+    h = forward(problem, inputs)[2].flatten(0, 1)
+    for found, expected in zip(h, entry_states(problem, inputs, oracle), strict=True):
+        assert relative_error(found, expected) < 1e-5
 
 
 @pytest.mark.parametrize("split", [1, 32, 45])

@@ -55,6 +55,10 @@ CASES = {  # arguments of make_case, and how to cut the call
     "fp16, half heads": dict(regime="init", T=75, H=2, K=64, V=64, dtype=torch.float16),
     "turns": dict(regime="mixed", T=40, B=70, H=2),
     "turns, ragged": dict(regime="mixed", lengths=tuple(1 + 7 * i % 90 for i in range(70)), H=2),
+    "chunk-entry states": dict(regime="mixed", lengths=(5, 0, 33, 230, 1, 64), H=2, return_intermediate_states=True),
+    "chunk-entry states, K-first, tails": dict(
+        regime="random", T=520, H=2, state_v_first=False, chunk_size=32, return_intermediate_states=True, cut=Cut("tails", "full", 3, 1)
+    ),
     "gradients": dict(regime="mixed", T=75, B=2, H=2, gradients=True),
     "gradients, ragged, grouped values": dict(regime="init", lengths=(5, 0, 33, 130, 1, 64), H=1, HV=2, gradients=True),
 }
@@ -68,7 +72,7 @@ def run_case(name: str) -> None:
     args = {**dict(K=128, dtype=torch.bfloat16, state_v_first=True, device="cuda"), **CASES[name]}
     cut, backward = args.pop("cut", None), args.pop("gradients", False)
     problem, inputs = make_case(args.pop("regime"), **args).described()
-    o, final_state = launch.forward(problem, inputs, cut and config_of(problem, cut, (0.0, 0.0)))
+    o, final_state, _ = launch.forward(problem, inputs, cut and config_of(problem, cut, (0.0, 0.0)))
     if backward:
         gradients(problem, inputs, (True,) * 8, o, torch.randn_like(o), torch.randn_like(final_state))
     torch.cuda.synchronize()

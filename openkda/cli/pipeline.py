@@ -75,13 +75,13 @@ def inputs(p: Problem) -> dict[str, Item]:
     return tensors
 
 
-def outputs(p: Problem, chunks: int) -> tuple[Item, ...]:
-    """The tensors returned; chunks is the count of chunk-entry states where those are asked for."""
+def outputs(p: Problem) -> tuple[Item, ...]:
+    """The tensors returned."""
     results = [Item("o", (p.B, p.T, p.HV, p.V), p.dtype)]
     if p.output_final_state:
         results.append(Item("final_state", p.state_shape, p.state_dtype))
     if p.return_intermediate_states:
-        results.append(Item("h", (chunks, p.HV, *p.state_shape[-2:]), p.dtype))
+        results.append(Item("h", (chunk_count(p, p.chunk_size), p.HV, *p.state_shape[-2:]), p.dtype))
     return tuple(results)
 
 
@@ -115,7 +115,7 @@ def torch_stages(p: Problem) -> list[Stage]:
         Stage("inverse", "Linv by substitution, its two products", "chunk, head", (prepared[4], *scores[2:]), solved),
         Stage(
             "state pass", "v - kd S and S, chunk after chunk, then o", "head", (prepared[2], *scores[:2], *solved, *state),
-            outputs(p, chunk_count(p, p.chunk_size)),
+            outputs(p),
         ),
     ]  # fmt: skip
 
@@ -135,8 +135,7 @@ def portable_stages(p: Problem) -> list[Stage]:
         *chunk_stages(p, f"{NC} chunks x {p.HV} heads", config.chunk),
     ]  # fmt: skip
     scan = f"{p.N} sequences x {p.HV} heads x {-(-p.V // config.scan_block_v)}"
-    results = outputs(p, chunk_count(p, p.chunk_size))
-    return [*steps, Stage("scan_output", "r, S and o, chunk after chunk", scan, (*written, *state), results)]
+    return [*steps, Stage("scan_output", "r, S and o, chunk after chunk", scan, (*written, *state), outputs(p))]
 
 
 def chunk_stages(p: Problem, cells: str, C: int, again: str = "", also: tuple[Item, ...] = ()) -> list[Stage]:
@@ -202,7 +201,7 @@ def hopper_stages(p: Problem) -> list[Stage]:
     blocks = -(-p.V // config.forward.R)
     if not config.steps:
         over = f"{p.N} sequences x {p.HV} heads x {blocks}"
-        return [Stage("forward", HOPPER_WORK, over, tuple(given.values()), outputs(p, 0))]
+        return [Stage("forward", HOPPER_WORK, over, tuple(given.values()), outputs(p))]
     tokens = STEP * config.steps
     NS = p.N + p.T // tokens if p.varlen else p.B * -(-p.T // tokens)
     over = f"{NS} segments x {p.HV} heads"
@@ -212,10 +211,10 @@ def hopper_stages(p: Problem) -> list[Stage]:
     read = (given["k"], given["v"], *gate, given["beta"], *state)
     tail = f"{STEP * config.tail} tokens before a segment"
     unsplit = f"{p.N} sequences x {p.HV} heads x {p.V // (config.whole or config.forward).R}"
-    whole = Stage("whole", f"{HOPPER_WORK}, of heads whose tails do not suffice", unsplit, (*given.values(), known), outputs(p, 0))
+    whole = Stage("whole", f"{HOPPER_WORK}, of heads whose tails do not suffice", unsplit, (*given.values(), known), outputs(p))
     if config.forward.split == "tails":
         what = f"{HOPPER_WORK}, of segments that find their entry state in the {tail}"
-        return [Stage("forward", what, f"{over} x {blocks}", tuple(given.values()), (*outputs(p, 0), known)), whole]
+        return [Stage("forward", what, f"{over} x {blocks}", tuple(given.values()), (*outputs(p), known)), whole]
     steps = [Stage("tails", f"entry states from the {tail}, and whether these suffice", over, read, (entry, known))]
     if config.whole is None:
         summary = Item("summary", (NS, p.HV, 2, p.V, p.K), torch.float32)
@@ -226,7 +225,7 @@ def hopper_stages(p: Problem) -> list[Stage]:
         ]
     else:
         steps.append(whole)
-    return [*steps, Stage("forward", HOPPER_WORK, f"{over} x {blocks}", (*given.values(), known, entry), outputs(p, 0))]
+    return [*steps, Stage("forward", HOPPER_WORK, f"{over} x {blocks}", (*given.values(), known, entry), outputs(p))]
 
 
 def mapping(p: Problem, backend: str) -> Mapping:

@@ -11,6 +11,8 @@ import torch
 
 from openkda.problem import Inputs, Problem
 
+Results = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
+
 __all__ = ["backward", "forward", "why_not", "why_not_backward"]
 
 VERIFIED = ("3.6",)  # Gluon is young: the Triton releases that the kernels are verified with
@@ -30,23 +32,22 @@ def why_not(problem: Problem) -> str | None:
         return f"the hopper backend takes bfloat16 or float16 inputs, not {p.dtype}"
     if p.K not in (64, 128) or p.V not in (64, 128):
         return f"the hopper backend takes K and V of 64 or 128, not {p.K} and {p.V}"
-    if p.return_intermediate_states:
-        return "the hopper backend does not write chunk-entry states"
     if p.B * p.T >= 2**31:
         return f"the hopper backend takes fewer than 2^31 tokens, not {p.B * p.T}"
     return None
 
 
-def forward(problem: Problem, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor | None, None]:
-    """o [B, T, HV, V], final_state (Problem.state_shape, None unless asked for), and None for the chunk-entry states"""
+def forward(problem: Problem, inputs: Inputs) -> Results:
+    """o [B, T, HV, V], final_state (Problem.state_shape) and chunk-entry states ([B, NT, HV, K, V] or V first, in o's dtype), the last two
+    None unless asked for; NT as launch.chunks says"""
     if torch.cuda.current_device() == inputs.q.device.index:
-        return *_launcher()(problem, inputs), None
+        return _launcher()(problem, inputs)
     with torch.cuda.device(inputs.q.device):
-        return *_launcher()(problem, inputs), None
+        return _launcher()(problem, inputs)
 
 
 @cache
-def _launcher() -> Callable[[Problem, Inputs], tuple[torch.Tensor, torch.Tensor | None]]:
+def _launcher() -> Callable[[Problem, Inputs], Results]:
     """launch.forward, imported once. Before it compiles, Triton hashes all of itself and, where its cache is empty, compiles a helper: half
     a second each, outside Python's lock. Where no kernel of this version was compiled before, both pass beside the imports."""
     from openkda.hopper import kept

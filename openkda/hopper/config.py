@@ -36,6 +36,7 @@ class Tiles:
     l2norm: bool
     beta: str  # "given", "sigmoid", "twice" (2 * sigmoid)
     state_v_first: bool
+    chunk: int  # tokens from one chunk-entry state to the next; 0: none are written
     split: str  # which work a block takes from the segment table: "none", "turns", "tails", ... (locate in segments.py)
     pdl: bool
 
@@ -65,6 +66,7 @@ def base_tiles(problem: Problem, shape: dict, **changes: object) -> Tiles:
     form = "levels" if p.dtype == torch.float16 else "product" if p.bounded else "halves"
     fields = dict(
         K=p.K, V=p.V, outputs=True, gate=gate, l2norm=p.qk_l2norm, state_v_first=p.state_v_first, split="none", pdl=False,
+        chunk=p.chunk_size if p.return_intermediate_states and changes.get("outputs", True) else 0,
         beta="given" if not p.beta_sigmoid else "twice" if p.neg_eigval else "sigmoid",
         form=form, kg=form != "product",
     )  # fmt: skip

@@ -5,8 +5,9 @@ addresses is found by one dictionary lookup, and the arguments of a call by anot
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import reduce
+from itertools import chain
 from operator import or_
 from typing import NamedTuple
 
@@ -21,7 +22,7 @@ from openkda.problem import Inputs, Problem
 
 TABLE = 8  # columns of the segment table
 TABLE_ROWS = 32  # sequences of a program that makes one
-Q, K_, V_, G, BETA, A_LOG, DT_BIAS, INITIAL, CU, O, FINAL, TABLES, WORK = range(13)  # the operands of a call
+Q, K_, V_, G, BETA, A_LOG, DT_BIAS, INITIAL, CU, O, FINAL, TABLES, WORK, ENTRIES = range(14)  # the operands of a call
 
 
 def packed_rows(x: torch.Tensor) -> tuple[torch.Tensor, int]:
@@ -58,6 +59,14 @@ def fixed_tables(B: int, T: int, target: int) -> list[list[int]]:
     return split + [[b, b * T, (b + 1) * T, b * T, (b + 1) * T, b * count, count, 0] for b in range(B)]
 
 
+def chunks(problem: Problem, lengths: tuple[int, ...] | None) -> int:
+    """Chunks of each of the B batches: all sequences' of a ragged one, at most so many where their lengths are not known"""
+    p = problem
+    if not p.varlen:
+        return -(-p.T // p.chunk_size)
+    return p.T // p.chunk_size + p.N if lengths is None else sum(-(-n // p.chunk_size) for n in lengths)
+
+
 Strides = tuple[int, int, int, int] | None  # elements between rows of q, k, v and g; None: all are contiguous
 Kinds = tuple[torch.dtype | None, torch.dtype | None, torch.dtype | None]  # dtypes of A_log, dt_bias and cu_seqlens, None: absent
 
@@ -81,11 +90,13 @@ def launches(problem: Problem, config: Config, strides: Strides, kinds: Kinds) -
         work += -(-size // 256) * 256
         return work - -(-size // 256) * 256
 
-    place = (WORK, take(4 * TABLE * (NS + p.N))) if p.varlen else (TABLES, 0)
-    split, whole = (Pointer(place[0], torch.int32, place[1] + 4 * TABLE * rows) for rows in (0, NS))
+    asked = p.return_intermediate_states
+    place = (WORK, take(4 * (TABLE * (NS + p.N) + p.N * asked))) if p.varlen else (TABLES, 0)
+    split, whole, numbers = (Pointer(place[0], torch.int32, place[1] + 4 * TABLE * rows) for rows in (0, NS, NS + p.N))
+    numbers = numbers if asked else None  # of the sequences' first chunks
     if p.varlen:
-        args = (Pointer(CU, kinds[2]), split, whole, p.N, p.T, target, NS)
-        found.append(Launch(segments.table_kernel, (-(-p.N // TABLE_ROWS), 1, 1), args, (TABLE_ROWS,), 4))
+        args = (Pointer(CU, kinds[2]), split, whole, numbers, p.N, p.T, target, NS)
+        found.append(Launch(segments.table_kernel, (-(-p.N // TABLE_ROWS), 1, 1), args, (TABLE_ROWS, config.forward.chunk), 4))
 
     matrix = lambda operand, rows, columns: Matrix(
         operand, p.gate_dtype if operand == G else p.dtype, R, sizes[operand], steps[operand], rows, columns
@@ -101,8 +112,9 @@ def launches(problem: Problem, config: Config, strides: Strides, kinds: Kinds) -
         out = Matrix(O, p.dtype, R, HV * V, HV * V, BLOCK, tiles.R)
         items, turns = rows * HV, tiles.split == "turns"
         args = (
-            q, k, matrix(V_, BLOCK, tiles.R), g, out, Pointer(O, p.dtype), beta, A_log, dt_bias, initial, final, entry, known, table,
-            split if p.varlen and turns else None, items, HV, p.group, NS, config.tail, bound, p.scale,
+            q, k, matrix(V_, BLOCK, tiles.R), g, out, Pointer(O, p.dtype), beta, A_log, dt_bias, initial, final, entry,
+            optional(asked, ENTRIES, p.dtype), known, table, split if p.varlen and turns else None, numbers, items, HV, p.group, NS,
+            config.tail, bound, p.scale,
         )  # fmt: skip
         blocks = min(items, MULTIPROCESSORS * tiles.R // V) if turns else items
         return Launch(prefill.forward_kernel, (blocks, V // tiles.R, 1), args, (tiles,), tiles.scan_warps, tiles.pdl)
@@ -163,7 +175,8 @@ def plan(problem: Problem, config: Config, strides: Strides, kinds: Kinds, devic
     found, size = launches(p, config, strides, kinds)
     tables = None
     if not p.varlen:
-        tables = torch.tensor(fixed_tables(p.B, p.T, config.steps or p.T), dtype=torch.int32).to(device)
+        rows = fixed_tables(p.B, p.T, config.steps or p.T)
+        tables = torch.tensor([*chain(*rows), *(b * chunks(p, None) for b in range(p.B))], dtype=torch.int32).to(device)
     final, work = (
         torch.empty(1, dtype=dtype, device=device).expand(shape) if there else None
         for there, shape, dtype in ((p.output_final_state, p.state_shape, p.state_dtype), (size > 0, (size // 4,), torch.float32))
@@ -190,8 +203,12 @@ def arranged(operands: Sequence[torch.Tensor | None]) -> tuple[list[torch.Tensor
     return [*packed, *rest], None if strides == tuple(t.shape[2] * t.shape[3] for t in tiles) else strides
 
 
-def forward(problem: Problem, inputs: Inputs, config: Config | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """o [B, T, HV, V] and final_state (None unless asked for), by `config` (default: what `choose` says)"""
+Results = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]  # o, final_state and chunk-entry states, None unless asked for
+
+
+def forward(problem: Problem, inputs: Inputs, config: Config | None = None) -> Results:
+    """o [B, T, HV, V], final_state (Problem.state_shape) and chunk-entry states [B, NT, HV, K, V] (or V first) in o's dtype, by `config`
+    (default: what `choose` says)"""
     p, x = problem, inputs
     if p.N == 0 or p.B * p.T == 0:
         return of_nothing(p, x)
@@ -213,17 +230,26 @@ def forward(problem: Problem, inputs: Inputs, config: Config | None = None) -> t
     filled = not p.varlen or (x.lengths is not None and sum(x.lengths) == p.T)
     o = (torch.empty_like if filled else torch.zeros_like)(x.v, memory_format=torch.contiguous_format)
     final, work = [t if t is None else torch.empty_like(t, memory_format=torch.contiguous_format) for t in (found.final, found.work)]
-    addresses += [0 if t is None else t.data_ptr() for t in (o, final, found.tables, work)]
+    h = entries(p, x, torch.zeros if p.varlen and x.lengths is None else torch.empty)
+    addresses += [0 if t is None else t.data_ptr() for t in (o, final, found.tables, work, h)]
     if found.tables is not None and torch.cuda.is_current_stream_capturing():
         _recorded[found.tables.data_ptr()] = found.tables
     run(found.bind(torch._C._cuda_getCurrentRawStream(device.index), addresses), device.index)
-    return o, final
+    return o, final, h
 
 
-def of_nothing(problem: Problem, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor | None]:
+def entries(problem: Problem, inputs: Inputs, create: Callable[..., torch.Tensor]) -> torch.Tensor | None:
+    """Memory for the chunk-entry states, None unless asked for"""
+    p = problem
+    if not p.return_intermediate_states:
+        return None
+    return create(p.B, chunks(p, inputs.lengths), *p.state_shape[1:], dtype=p.dtype, device=inputs.v.device)
+
+
+def of_nothing(problem: Problem, inputs: Inputs) -> Results:
     """The result without sequences or without tokens: the states as they were"""
     p, initial = problem, inputs.initial_state
     final = inputs.v.new_zeros(p.state_shape, dtype=p.state_dtype) if p.output_final_state else None
     if final is not None and initial is not None:
         final.copy_(initial)
-    return torch.zeros_like(inputs.v, memory_format=torch.contiguous_format), final
+    return torch.zeros_like(inputs.v, memory_format=torch.contiguous_format), final, entries(p, inputs, torch.zeros)

@@ -59,21 +59,22 @@ def run_roles(scan, ring, src, deal, queue, work, T: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["items", "HV", "group", "NS", "tail"], do_not_specialize_on_alignment=["beta_ptr"])
 def forward_kernel(
-    q_desc, k_desc, v_desc, g_desc, o_desc, o_ptr, beta_ptr, A_log_ptr, dt_bias_ptr, initial_ptr, final_ptr, entry_ptr, known_ptr,
-    segments_ptr, tickets_ptr, items, HV, group, NS, tail, lower_bound, scale, T: gl.constexpr, num_warps: gl.constexpr,
+    q_desc, k_desc, v_desc, g_desc, o_desc, o_ptr, beta_ptr, A_log_ptr, dt_bias_ptr, initial_ptr, final_ptr, entry_ptr, h_ptr,
+    known_ptr, segments_ptr, tickets_ptr, chunks_ptr, items, HV, group, NS, tail, lower_bound, scale,
+    T: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """o and final_state of the work that T.split assigns to this launch"""
+    """o, final_state and chunk-entry states of the work that T.split assigns to this launch"""
     R: gl.constexpr = T.R
     if T.pdl:
         gdc_launch_dependents()
         gdc_wait()
-    deal = Deal(segments_ptr, tickets_ptr, known_ptr, items, HV, group, NS, tail)
+    deal = Deal(segments_ptr, tickets_ptr, known_ptr, chunks_ptr, items, HV, group, NS, tail)
     work = locate(deal, gl.program_id(0), T)
     src = Source(q_desc, k_desc, v_desc, g_desc, beta_ptr, A_log_ptr, dt_bias_ptr, HV, lower_bound, scale)
     ring = make_ring(src, T)
     queue = make_queue() if tickets_ptr is not None else Queue(None, None, None)
     out = Output(o_desc, o_ptr, gl.allocate_shared_memory(o_desc.dtype, [2, 16, R], tile_layout(16)))
-    states = States(initial_ptr, final_ptr, entry_ptr)
+    states = States(initial_ptr, final_ptr, entry_ptr, h_ptr)
     sink = Sink(None, known_ptr, tail)
     run_roles((ring, out, states, sink, deal, queue, work, gl.program_id(0) // HV, HV, NS, T), ring, src, deal, queue, work, T)
 
@@ -87,11 +88,11 @@ def state_kernel(
     if T.pdl:
         gdc_launch_dependents()
         gdc_wait()
-    deal = Deal(segments_ptr, None, known_ptr, gl.num_programs(0), HV, group, NS, tail)
+    deal = Deal(segments_ptr, None, known_ptr, None, gl.num_programs(0), HV, group, NS, tail)
     work = locate(deal, gl.program_id(0), T)
     src = Source(k_desc, k_desc, v_desc, g_desc, beta_ptr, A_log_ptr, dt_bias_ptr, HV, lower_bound, 1.0)
     ring = make_ring(src, T)
     queue = Queue(None, None, None)
-    states = States(initial_ptr, None, entry_ptr)
+    states = States(initial_ptr, None, entry_ptr, None)
     sink = Sink(summary_ptr, known_ptr, tail)
     run_roles((ring, None, states, sink, deal, queue, work, gl.program_id(0) // HV, HV, NS, T), ring, src, deal, queue, work, T)

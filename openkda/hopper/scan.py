@@ -24,6 +24,7 @@ class States(NamedTuple):
     initial_ptr: object  # [N, HV, V, K] or [N, HV, K, V], fp32 or bf16
     final_ptr: object  # the same
     entry_ptr: object  # [segments, HV, V, K] fp32, entry states of segments (segments.py)
+    h_ptr: object  # [chunks, HV, V, K] or [chunks, HV, K, V] in the dtype of o, chunk-entry states
 
 
 class Sink(NamedTuple):
@@ -82,6 +83,43 @@ def last_state(states, S, work, HV, first: gl.constexpr, T: gl.constexpr):
             col = gl.arange(0, K, layout=gl.SliceLayout(0, L))[None, :]
             ptr = states.final_ptr + state_offsets(work, row, col, T, HV)
             gl.store(ptr, S.to(states.final_ptr.dtype.element_ty))
+
+
+@gluon.constexpr_function
+def entry_layout(K, v_first):
+    """[64, K] as `store_entry` writes it, 16 bytes a thread: 64 bytes of four rows of V side by side, or 32 of a row of K. An accumulator
+    comes to it without leaving its warp."""
+    columns = [[0, 2**i] for i in range(K.bit_length() - 1)]
+    quad = columns[3:5] if v_first else [[8, 0], columns[3]]
+    others = [*columns[5:], [8, 0]] if v_first else columns[4:]
+    return gl.DistributedLinearLayout([*columns[:3], *others], [*quad, [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, K])
+
+
+@gluon.jit
+def transposed(x):
+    """x, a 16-bit accumulator, with each block of 8x8 transposed in place"""
+    code: gl.constexpr = "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;"
+    return gl.inline_asm_elementwise(code, "=r,r", [x], dtype=x.dtype, is_pure=True, pack=2)
+
+
+@gluon.jit
+def store_entry(states, S, row, work, HV, first: gl.constexpr, T: gl.constexpr):
+    """Where a chunk begins at `row`, write S [64, K], the rows from `first` on of the state before it"""
+    if T.chunk > 0:
+        since = row - work.first
+        if since % T.chunk == 0:
+            K: gl.constexpr = T.K
+            V: gl.constexpr = T.V
+            L: gl.constexpr = entry_layout(K, T.state_v_first)
+            base = states.h_ptr + ((work.chunk + since // T.chunk).to(gl.int64) * HV + work.head) * (K * V)
+            r = gl.arange(0, 64, layout=gl.SliceLayout(1, L))[:, None]
+            c = gl.arange(0, K, layout=gl.SliceLayout(0, L))[None, :]
+            x = S.to(states.h_ptr.dtype.element_ty)
+            if T.state_v_first:
+                gl.store(base + (work.row0 + first) * K + (r * K + c), gl.convert_layout(x, L))
+            else:
+                at = (c // 8 * 8 + r % 8) * V + (r // 8 * 8 + c % 8)
+                gl.store(base + (work.row0 + first) + at, gl.convert_layout(transposed(x), L))
 
 
 @gluon.jit
@@ -243,6 +281,7 @@ def scan_rows(ring, before, out, states, known_ptr, work, segment, HV, NS, T: gl
         if n % 4 == 0:
             mbarrier.wait(ring.ready.index(b // 4), (n // blocks) & 1)
         XO = start_read(ring, b, S)
+        store_entry(states, S, row + 16 * n, work, HV, 0, T)
         v = load_values(ring, b, 0, R)
         read = ring.read.index(b).load(L16)
         if n > first:
@@ -299,6 +338,7 @@ def scan_two_rows(ring, before, out, states, known_ptr, work, segment, HV, NS, T
         if n % 4 == 0:
             mbarrier.wait(ring.ready.index(b // 4), (n // blocks) & 1)
         XO0 = start_read(ring, b, S0)
+        store_entry(states, S0, row + 16 * n, work, HV, 0, T)
         v = load_values(ring, b, 0, 64)
         read = ring.read.index(b).load(L16)
         if n > first:
@@ -306,6 +346,7 @@ def scan_two_rows(ring, before, out, states, known_ptr, work, segment, HV, NS, T
         XO0 = warpgroup_mma_wait(0, deps=(XO0,))
         RO0, O0 = start_solve(ring, b, XO0, v, read)
         XO1 = start_read(ring, b, S1)
+        store_entry(states, S1, row + 16 * n, work, HV, 64, T)
         v = load_values(ring, b, 1, 64)
         decay = ring.decay.index(b)
         if T.kg:

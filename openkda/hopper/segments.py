@@ -36,9 +36,10 @@ def _bound(cu_ptr, i, N, T):
 
 
 @triton.jit(do_not_specialize=["N", "T", "target", "NS"])
-def table_kernel(cu_ptr, segments_ptr, whole_ptr, N, T, target, NS, BS: tl.constexpr):
+def table_kernel(cu_ptr, segments_ptr, whole_ptr, chunks_ptr, N, T, target, NS, BS: tl.constexpr, CHUNK: tl.constexpr):
     """Segment tables of a ragged batch: `segments` [NS, 8] with at most `target` steps a segment, `whole` [N, 8] one segment a sequence.
-    Both hold the sequences by falling length, so those that are cut come first and the last blocks to start are short.
+    Both hold the sequences by falling length, so those that are cut come first and the last blocks to start are short. `chunks` [N] int32,
+    unless None: the number of each sequence's first chunk of CHUNK tokens.
 
     cu_ptr [N + 1] int32 or int64. Grid (ceil(N / BS),): a program writes the rows of BS sequences and holds them against all others, BS at
     a time. A fall of cu_seqlens counts as an empty sequence."""
@@ -50,6 +51,7 @@ def table_kernel(cu_ptr, segments_ptr, whole_ptr, N, T, target, NS, BS: tl.const
     stop = tl.maximum(_bound(cu_ptr, n + 1, N, T), first)
     rank = tl.zeros([BS], tl.int32)  # of the sequence by length
     before = rank  # segments of the sequences before it in that order
+    chunk = rank  # chunks of the sequences before it in the batch's
     total = 0
     reached = 0
     for b in range(0, N, BS):
@@ -64,6 +66,10 @@ def table_kernel(cu_ptr, segments_ptr, whole_ptr, N, T, target, NS, BS: tl.const
         rank += tl.sum(sooner.to(tl.int32), 1)
         before += tl.sum(tl.where(sooner, parts[None, :], 0), 1)
         total += tl.sum(parts, 0)
+        if chunks_ptr is not None:
+            chunk += tl.sum(tl.where(m[None, :] < n[:, None], ((hi - lo + CHUNK - 1) // CHUNK)[None, :], 0), 1)
+    if chunks_ptr is not None:
+        tl.store(chunks_ptr + n, chunk, mask=n < N)
     steps = (stop - first + 31) // 32
     count = tl.maximum((steps + target - 1) // target, 1)
     _store_row(whole_ptr, rank, n < N, n, first, stop, first, stop, before, count)
@@ -110,6 +116,7 @@ class Deal(NamedTuple):
     segments_ptr: object  # the table
     tickets_ptr: object  # a table whose column 7 counts, row by row for the parts of V, the items taken beyond the blocks' first; or None
     known_ptr: object
+    chunks_ptr: object  # [N] int32, the numbers of the sequences' first chunks; None where no chunk-entry states are written
     items: object
     HV: object
     group: object  # value heads of a q/k head
@@ -184,6 +191,7 @@ def locate(deal, item, T: gl.constexpr):
     active = (sequence >= 0).to(gl.int32)
     start = begin
     back = begin * 0
+    chunk = begin * 0
     known = deal.known_ptr
     if T.split != "none" and T.split != "turns":
         known += head * deal.NS
@@ -204,11 +212,13 @@ def locate(deal, item, T: gl.constexpr):
             start = gl.maximum(begin, end - 32 * deal.tail)
         elif active != 0:
             active = 1 - gl.load(known + segment + 1)
+    if T.chunk > 0:
+        chunk = gl.load(deal.chunks_ptr + gl.maximum(sequence, 0))
     live = active != 0
     steps = gl.where(live, (end - start + 31) // 32, 0)
     return Work(
         sequence, start, end, steps, gl.where(live, back, 0), head, head // deal.group, row0, live & (start == first),
-        live & (start != first), live & (is_last != 0),
+        live & (start != first), live & (is_last != 0), first, chunk,
     )  # fmt: skip
 
 

@@ -200,6 +200,8 @@ class Work(NamedTuple):
     from_initial: object  # start is the sequence's first row: the state starts from initial_state
     from_entry: object  # the state starts from the segment's entry state
     is_last: object  # the segment ends its sequence: the state ends in final_state
+    first: object  # the sequence's first row
+    chunk: object  # the number of its first chunk, where chunk-entry states are written
 
 
 class Ring(NamedTuple):
