@@ -240,6 +240,7 @@ def test_offline_compile():
         "scans_kernel",
         "fused_gradients_kernel",
         "fused_levels_kernel",
+        "sums_kernel",
     }
     assert {k.name for k in kernels} == names
     for k in kernels:

@@ -6,7 +6,7 @@ from gradients_case import run
 from offline import SHARED_LIMIT, in_subprocess
 
 from openkda import hopper
-from openkda.hopper import backward_scan
+from openkda.hopper import backward_scan, gradients
 from openkda.hopper.backward_config import Scans, choose_scans, expected
 from openkda.hopper.backward_prepare import C, prepare_chunks
 from openkda.hopper.backward_segments import segment_table
@@ -24,7 +24,7 @@ def cut(monkeypatch):
     """Run the scans by the given configuration."""
 
     def use(scans: Scans) -> None:
-        monkeypatch.setattr(backward_scan, "choose_scans", lambda problem, lengths: scans)
+        monkeypatch.setattr(gradients, "choose_scans", lambda problem, lengths: scans)
 
     return use
 

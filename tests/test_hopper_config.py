@@ -4,6 +4,7 @@ import ctypes
 import importlib
 import pkgutil
 import struct
+from contextlib import nullcontext
 from itertools import pairwise, product
 from pathlib import Path
 from types import SimpleNamespace
@@ -269,21 +270,58 @@ def test_kernels_call_nothing_whose_source_does_not_count():
                 assert home.startswith(("openkda.hopper.", "openkda.portable.", "triton")), f"{module.__name__}: {home}"
 
 
-def test_a_plan_keeps_what_it_bound():
-    calls = []
+def test_a_program_keeps_what_it_bound(monkeypatch):
+    bound, ran, stream = [], [], [7]
 
     class Counting:
         def bind(self, addresses, stream):
-            calls.append((stream, addresses))
+            bound.append((stream, addresses))
             return addresses
 
-    plan = launch.Plan([Counting()], None, None, None, {})
-    assert plan.bind(7, [1, 2]) is plan.bind(7, [1, 2]) and calls == [(7, [1, 2])]
-    plan.bind(8, [1, 2])
-    assert calls[1:] == [(8, [1, 2])]  # another stream
-    for n in range(200):
-        plan.bind(0, [n])
-    assert len(plan.bound) <= 64
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: stream[0], raising=False)
+    monkeypatch.setattr(runtime, "run", lambda calls, device: ran.append((calls, device)))
+    program = runtime.Program([Counting()])
+    program.run([1, 2], 3)
+    program.run([1, 2], 3)
+    assert bound == [(7, [1, 2])] and ran == [([[1, 2]], 3)] * 2 and ran[0][0] is ran[1][0]
+    stream[0] = 8
+    program.run([1, 2], 3)
+    assert bound[1:] == [(8, [1, 2])]
+    for n in range(600):
+        program.run([n], 3)
+    assert len(program.bound) <= 256
+
+
+def test_kernels_needed_soon_are_compiled_with_those_that_are_missing(monkeypatch):
+    """Only where something is compiled anyway, and each once."""
+
+    class Compiling:
+        def __init__(self, name):
+            self.key = self.name = name
+            self.width = 1
+            self.kernel = SimpleNamespace(fn=SimpleNamespace(__name__=name))
+
+        def compile(self):
+            compiled.append(self.name)
+            return SimpleNamespace(hash=self.name, kernel=b"", metadata=SimpleNamespace(_asdict=dict))
+
+        def parameters(self):
+            return None
+
+    compiled, stored = [], {"known": (b"", {})}
+    monkeypatch.setattr(runtime, "_loaded", {})
+    monkeypatch.setattr(runtime, "loaded", lambda *args: args)
+    monkeypatch.setattr(runtime, "tell", lambda kernel, read: read())
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(kept, "find", lambda name, _: stored.get(name))
+    monkeypatch.setattr(kept, "keep", lambda names: None)
+    a, b, c, known = map(Compiling, ("a", "b", "c", "known"))
+    runtime.load([known], 0, lambda: [c])
+    assert compiled == []
+    assert [x.launch for x in runtime.load([a, known], 0, lambda: [a, b])] == [a, known]
+    assert sorted(compiled) == ["a", "b"]
+    runtime.load([b, a], 0, lambda: [c])
+    assert sorted(compiled) == ["a", "b"]
 
 
 def test_inputs_are_copied_only_where_kernels_cannot_read_them():

@@ -85,5 +85,7 @@ def backward(
     is ever kept."""
     from openkda.hopper.gradients import gradients
 
+    if torch.cuda.current_device() == inputs.q.device.index:
+        return gradients(problem, inputs, needs, o, do, dfinal_state)
     with torch.cuda.device(inputs.q.device):
         return gradients(problem, inputs, needs, o, do, dfinal_state)

@@ -97,10 +97,6 @@ def chunk_gradients_kernel(
     first, length = chunk_bounds(chunks_ptr, entry // HV)
     cols = block * BK + tl.arange(0, BK)
     if length <= 0:
-        if dA_log_ptr is not None:
-            tl.store(dA_log_ptr + entry * BLOCKS + block, 0.0)
-        if ddt_bias_ptr is not None:
-            tl.store(ddt_bias_ptr + entry * K + cols, tl.zeros([BK], tl.float32))
         return
     rows = tl.arange(0, C)
     vv = tl.arange(0, V)

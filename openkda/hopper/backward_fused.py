@@ -234,7 +234,7 @@ def fused_gradients_kernel(
     norms_ptr, cut_ptr,  # [NC, HV, 2, 32] fp32, [NC, HV] int32 or None: as backward_prepare.py
     pairs_ptr, size_ptr,  # [NC, HV, 2, 32, 32] bf16, [NC, HV] fp32: what chunks that are cut leave, or None
     dbeta_ptr,  # [R, HV]
-    dA_log_ptr, ddt_bias_ptr,  # [NC, HV], [NC, HV, K] fp32 partial sums, zero where a chunk has no rows, or None
+    dA_log_ptr, ddt_bias_ptr,  # [NC, HV], [NC, HV, K] fp32 partial sums, or None
     chunks_ptr,  # [NC, 4] int32
     beta_row, HV, group, scale, lower_bound, shift, F: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
@@ -410,8 +410,7 @@ def fused_gradients(
 
     Args: norms, cut as Prepared; do, dv [B, T, HV, V]; h, dh, r from both_scans."""
     HV, K, NC, device = problem.HV, problem.K, plan.num_chunks, do.device
-    create = torch.zeros if problem.varlen else torch.empty  # chunks without rows write nothing
-    partial = lambda present, *n: create(NC, HV, *n, dtype=torch.float32, device=device) if present else None
+    partial = lambda present, *n: torch.empty(NC, HV, *n, dtype=torch.float32, device=device) if present else None
     dA_log, ddt_bias = partial(problem.has_A_log, 1), partial(problem.has_dt_bias, K)
     pairs = size = None
     if cut is not None:

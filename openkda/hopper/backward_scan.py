@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from openkda.hopper.backward_config import Scans, choose_scans
+from openkda.hopper.backward_config import Scans
 from openkda.hopper.backward_prepare import C, Prepared
 from openkda.hopper.backward_segments import segment_states, segment_table
 from openkda.hopper.backward_steps import forward_steps, locate, reverse_steps, state_offsets
@@ -77,17 +77,15 @@ def scans_kernel(
 
 def both_scans(
     problem: Problem, plan: Plan, inputs: Inputs, p: Prepared, do: torch.Tensor, dfinal_state: torch.Tensor | None, *, tokens: bool,
-    initial_state: bool, dv: torch.Tensor | None = None, scans: Scans | None = None,
+    initial_state: bool, scans: Scans, dv: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
     """The states of every chunk and their gradients.
 
     Args: do [B, T, HV, V]; dfinal_state (problem.state_shape) or None for zero. tokens: return what token gradients need; initial_state:
-    return its gradient; dv [B, T, HV, V], contiguous: filled with the gradient of v, in place of dr; scans: how to run (default: what
-    `choose_scans` says).
+    return its gradient; scans: how to run; dv [B, T, HV, V], contiguous: filled with the gradient of v, in place of dr.
     Returns: h, dh [NC, HV, V, K] (entry states, gradients of exit states), r, dr [NC, HV, V, C], all bf16; dS0 (problem.state_shape,
     state_dtype); None where not asked for."""
     HV, K, V, NC = problem.HV, problem.K, problem.V, plan.num_chunks
-    scans = scans or choose_scans(problem, inputs.lengths)
     new = lambda *shape: torch.empty(NC, HV, *shape, dtype=problem.dtype, device=do.device) if tokens else None
     h, dh, r, dr = new(V, K), new(V, K), new(V, C), new(V, C) if dv is None else None
     dS0 = torch.empty(problem.state_shape, dtype=problem.state_dtype, device=do.device) if initial_state else None

@@ -18,7 +18,6 @@ state's own kind; stored, it is a sum of two bf16 matrices."""
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -29,9 +28,9 @@ from openkda.hopper.backward_prepare import C, Prepared
 from openkda.hopper.backward_steps import forward_steps, locate, map_steps, reverse_steps, state_offsets
 from openkda.hopper.config import STEP
 from openkda.hopper.launch import TABLE, TABLE_ROWS, dense, fixed_tables
-from openkda.hopper.runtime import launch
+from openkda.hopper.runtime import launch, on_device
 from openkda.hopper.segments import COLUMNS, DROP_BITS, table_kernel
-from openkda.plan import Plan, recorded
+from openkda.plan import Plan
 from openkda.problem import Inputs, Problem
 
 BLOCK = 64  # rows of a block, of V or of M
@@ -48,21 +47,14 @@ class Table(NamedTuple):
     cut: int  # no cut sequence past the first so many of `whole`
 
 
-@lru_cache(maxsize=256)
-def fixed_table(B: int, T: int, target: int, device: torch.device) -> Table:
-    """The table of B sequences of T tokens, `target` steps a segment at most"""
-    with torch.inference_mode(False), torch.no_grad():  # cached: an inference tensor could not be used under autograd later
-        rows = torch.tensor(fixed_tables(B, T, target), dtype=torch.int32).view(-1, TABLE).to(device)
-    NS = len(rows) - B
-    return Table(rows[:NS], rows[NS:], NS, B)
-
-
 def segment_table(problem: Problem, inputs: Inputs, steps: int) -> Table:
     """The table of a call; steps: of a segment at most, 0 for sequences that are not cut."""
     p, device = problem, inputs.q.device
     target = steps or max(1, p.T)
     if not p.varlen:
-        return recorded(fixed_table(p.B, p.T, target, device), device)
+        rows = on_device(torch.tensor(fixed_tables(p.B, p.T, target), dtype=torch.int32).view(-1, TABLE), device)
+        NS = len(rows) - p.B
+        return Table(rows[:NS], rows[NS:], NS, p.B)
     fits = max(1, p.T // (STEP * target))  # no more sequences have more than `target` steps, and no more cuts are made
     NS = p.N + (fits if steps and p.N else 0)
     segments, whole = (torch.empty(rows, TABLE, dtype=torch.int32, device=device) for rows in (NS, p.N))

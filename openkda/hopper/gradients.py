@@ -1,16 +1,23 @@
-"""The Hopper backward: prepare_operands -> both scans in one launch -> the gradients of each chunk in one kernel (fused_gradients), and
-what rows of very fast gates add (fused_levels). Under the interpreter, which knows no Gluon: prepare_chunks -> scans -> score_gradients ->
-chunk_gradients -> level_gradients. See docs/backward.md.
+"""The Hopper backward: prepare_operands -> both scans in one launch -> the gradients of each chunk in one kernel (fused_gradients), what
+rows of very fast gates add (fused_levels), and the sums over chunks. Under the interpreter, which knows no Gluon: prepare_chunks -> scans
+-> score_gradients -> chunk_gradients -> level_gradients -> sums. See docs/backward.md.
 
 Shaped for Hopper's matrix unit: chunks of 32 tokens, states transposed. What passes through memory, per token and value head: w, kg, qg (K
 each), Aqk (C), T (2 C), r, dv (V each) in bf16, and per chunk h and dh [V, K].
-"""
+
+On a device the call is rehearsed once per problem (rehearsal.py): later calls allocate the gradients and one workspace, and launch."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import reduce
+from operator import or_
+from typing import NamedTuple
 
 import torch
 
 from openkda.hopper.backward_chunk import chunk_gradients
+from openkda.hopper.backward_config import Scans, choose_scans
 from openkda.hopper.backward_fused import fused_gradients
 from openkda.hopper.backward_fused_levels import fused_levels
 from openkda.hopper.backward_levels import level_gradients
@@ -18,36 +25,36 @@ from openkda.hopper.backward_operands import prepare_operands
 from openkda.hopper.backward_prepare import C, prepare_chunks
 from openkda.hopper.backward_scan import both_scans
 from openkda.hopper.backward_scores import score_gradients
-from openkda.portable.forward import interpreted
+from openkda.hopper.backward_sums import parameter_gradients
+from openkda.hopper.launch import Kinds, dense, packed_rows
+from openkda.hopper.rehearsal import Script, rehearse
+from openkda.hopper.runtime import Launch, Program, load
+from openkda.plan import Plan
 from openkda.problem import Inputs, Problem
 
-
-def fuses(problem: Problem) -> bool:
-    """Whether one kernel takes scores and channels: on a device, because the interpreter knows no Gluon."""
-    return problem.dtype == torch.bfloat16 and not interpreted()
+Tensors = Sequence[torch.Tensor | None]
+STRIDED = 5  # operands whose rows may lie apart: q, k, v, g, do
 
 
-def gradients(
-    problem: Problem, inputs: Inputs, needs: tuple[bool, ...], o: torch.Tensor, do: torch.Tensor | None, dfinal_state: torch.Tensor | None
+def steps(
+    problem: Problem, plan: Plan, inputs: Inputs, needs: tuple[bool, ...], scans: Scans, o: torch.Tensor | None, do: torch.Tensor,
+    dfinal_state: torch.Tensor | None, zero: bool, fused: bool,
 ) -> list[torch.Tensor | None]:  # fmt: skip
-    """Gradients of q, k, v, g, beta, A_log, dt_bias, initial_state; None where `needs` is False.
+    """Gradients of q, k (per value head, in fp32 where there are several), v, g, beta, A_log, dt_bias, initial_state; None where `needs` is
+    False.
 
-    Args: o [B, T, HV, V], the forward's result; do (o's shape), dfinal_state (problem.state_shape), either None for zero. Gradients come
-    in their inputs' dtypes; sums over tokens run in fp32 in a fixed order."""
-    do = torch.zeros_like(o) if do is None else do.to(problem.dtype)
-    plan = inputs.plan(problem, C)
-    tokens, fused = any(needs[:7]), fuses(problem)
-    covered = not problem.varlen or (inputs.lengths is not None and sum(inputs.lengths) == problem.T)
-    create = torch.empty_like if covered else torch.zeros_like  # rows outside every sequence have gradient zero
+    Args: o: not read if fused; zero: there are rows outside every sequence, whose gradients are zero; fused: by the Gluon kernels, one of
+    which takes scores and channels."""
+    tokens = any(needs[:7])
+    create = torch.zeros_like if zero else torch.empty_like
     contiguous_like = lambda x, dtype: create(x, dtype=dtype, memory_format=torch.contiguous_format)
     dv = contiguous_like(inputs.v, problem.dtype) if tokens else None
     p = (prepare_operands if fused else prepare_chunks)(problem, plan, inputs)
     h, dh, r, dr, dS0 = both_scans(
-        problem, plan, inputs, p, do, dfinal_state, tokens=tokens, initial_state=needs[7], dv=dv if fused else None
+        problem, plan, inputs, p, do, dfinal_state, tokens=tokens, initial_state=needs[7], dv=dv if fused else None, scans=scans
     )
-    found = [None] * 7
+    found: list[torch.Tensor | None] = [None] * 7
     if tokens:
-        p = p._replace(w=None, kg=None, qg=None, Aqk=None)  # what only the scans read
         of_heads = torch.float32 if problem.group > 1 else problem.dtype
         dq, dk, dg = (contiguous_like(inputs.g, dtype) for dtype in (of_heads, of_heads, problem.gate_dtype))
         dbeta = contiguous_like(inputs.beta, problem.beta_dtype)
@@ -60,10 +67,126 @@ def gradients(
             dA_log, ddt_bias = chunk_gradients(problem, plan, inputs, p, scores, do, h, dh, r, dv, dq, dk, dg)
             if p.cut is not None:
                 level_gradients(problem, plan, inputs, p.norms, p.cut, scores.pairs, scores.sums[:, :, 2], dq, dk, dg, dA_log, ddt_bias)
-        total = lambda x, *axes: None if x is None else x.sum((0, *axes))
-        dA_log, ddt_bias = total(dA_log, 2), total(ddt_bias)
-        if problem.group > 1:
-            dq, dk = (x.unflatten(2, (problem.H, problem.group)).sum(3) for x in (dq, dk))
-        found = [dq, dk, dv, dg, dbeta, dA_log, ddt_bias]
-    like = (inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta, inputs.A_log, inputs.dt_bias, inputs.initial_state)
-    return [dx.to(x.dtype) if need else None for x, need, dx in zip(like, needs, [*found, dS0], strict=True)]
+        found = [dq, dk, dv, dg, dbeta, *parameter_gradients(problem, plan, inputs, dA_log, ddt_bias)]
+    return [dx if need else None for need, dx in zip(needs, [*found, dS0], strict=True)]
+
+
+class Kept(NamedTuple):
+    """A rehearsed call on a device"""
+
+    program: Program
+    results: list[torch.Tensor | None]  # what each looks like, one element expanded: `empty_like` takes half the time of `empty`
+    work: torch.Tensor  # the same of the workspace
+    constants: list[torch.Tensor]
+
+    def run(self, operands: Tensors, zero: bool, device: torch.device) -> list[torch.Tensor | None]:
+        """New results of the call on these operands, arranged as they were at its rehearsal"""
+        create = torch.zeros_like if zero else torch.empty_like
+        results = [None if x is None else create(x, memory_format=torch.contiguous_format) for x in self.results]
+        work = torch.empty_like(self.work, memory_format=torch.contiguous_format)
+        if self.constants and torch.cuda.is_current_stream_capturing():
+            _captured[id(self.constants)] = self.constants
+        addresses = [0 if x is None else x.data_ptr() for x in (*operands, *results, *self.constants, work)]
+        self.program.run(addresses, device.index)
+        return results
+
+
+_kept: dict[tuple, Kept] = {}
+_captured: dict[int, list[torch.Tensor]] = {}  # constants that CUDA graphs read: theirs for good
+
+
+def script(
+    problem: Problem, needs: tuple[bool, ...], scans: Scans, strides: tuple[int, ...] | None, kinds: Kinds, of_state: torch.dtype | None,
+    zero: bool,
+) -> Script:  # fmt: skip
+    """The launches of a call.
+
+    Args: strides: elements between rows of q, k, v, g and do, None: all are contiguous; kinds: dtypes of A_log, dt_bias and cu_seqlens;
+    of_state: dtype of the final state's gradient, None without one; the rest as for `steps`."""
+    p = problem
+    NC = p.T // C + p.N if p.varlen else p.B * -(-p.T // C)
+    meta = torch.device("meta")
+
+    def rows(D: int, heads: int, dtype: torch.dtype, stride: int) -> torch.Tensor:
+        return torch.empty_strided((p.B, p.T, heads, D), (p.T * stride, stride, D, 1), dtype=dtype, device=meta)
+
+    new = lambda dtype, *shape: None if dtype is None else torch.empty(shape, dtype=dtype, device=meta)
+    q, k, v, g, do = (
+        rows(D, heads, dtype, strides[n] if strides else D * heads)
+        for n, (D, heads, dtype) in enumerate(
+            ((p.K, p.H, p.dtype), (p.K, p.H, p.dtype), (p.V, p.HV, p.dtype), (p.K, p.HV, p.gate_dtype), (p.V, p.HV, p.dtype))
+        )
+    )
+    state = p.state_dtype if p.has_initial_state else None
+    given = (
+        q, k, v, g, do, new(p.beta_dtype, p.B, p.T, p.HV), new(kinds[0], p.HV), new(kinds[1], p.HV, p.K), new(state, *p.state_shape),
+        new(kinds[2], p.N + 1), new(of_state, *p.state_shape), new(torch.int32, NC, 4), new(torch.int32, p.N, 4),
+    )  # fmt: skip
+
+    def call(q, k, v, g, do, beta, A_log, dt_bias, initial_state, cu_seqlens, dfinal_state, chunks, sequences):
+        inputs = Inputs(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens)
+        return steps(p, Plan(chunks, sequences, C), inputs, needs, scans, None, do, dfinal_state, False, True)
+
+    return rehearse(call, given, not zero)
+
+
+def ahead(problem: Problem, kinds: Kinds) -> list[Launch]:
+    """The launches of the gradients of a call that is still to run forward: those of all inputs, given a gradient of all outputs."""
+    p = problem
+    needs = (*(True,) * 5, p.has_A_log, p.has_dt_bias, p.has_initial_state)
+    return script(p, needs, choose_scans(p), None, kinds, p.state_dtype if p.output_final_state else None, False).launches
+
+
+def kept(device: torch.device, *call: object) -> Kept:
+    """The call `script` describes, with its kernels loaded on a device"""
+    key = (device, *call)
+    found = _kept.get(key)
+    if found is None:
+        if len(_kept) >= 1024:
+            _kept.clear()
+        launches, results, constants, size = script(*call)
+        like = lambda dtype, *shape: torch.empty(1, dtype=dtype, device=device).expand(shape)
+        found = _kept[key] = Kept(
+            Program(load(launches, device.index)), [None if x is None else like(x.dtype, *x.shape) for x in results],
+            like(torch.float32, -(-size // 4)), [x.to(device) for x in constants],
+        )  # fmt: skip
+    return found
+
+
+def arranged(operands: Tensors) -> tuple[list[torch.Tensor | None], tuple[int, ...] | None]:
+    """The operands of a call as its kernels read them, copied where they must be, and the strides of the first STRIDED."""
+    packed, strides = zip(*map(packed_rows, operands[:STRIDED]))
+    same = strides == tuple(t.shape[2] * t.shape[3] for t in packed)
+    return [*packed, *(None if t is None else dense(t) for t in operands[STRIDED:])], None if same else strides
+
+
+def gradients(
+    problem: Problem, inputs: Inputs, needs: tuple[bool, ...], o: torch.Tensor, do: torch.Tensor | None, dfinal_state: torch.Tensor | None
+) -> list[torch.Tensor | None]:  # fmt: skip
+    """Gradients of q, k, v, g, beta, A_log, dt_bias, initial_state; None where `needs` is False.
+
+    Args: o [B, T, HV, V], the forward's result; do (o's shape), dfinal_state (problem.state_shape), either None for zero. Gradients come
+    in their inputs' dtypes; sums over tokens run in fp32 in a fixed order."""
+    p, x, device = problem, inputs, inputs.q.device
+    do = torch.zeros_like(o) if do is None else do.to(p.dtype)
+    plan = x.plan(p, C)
+    scans = choose_scans(p, x.lengths)
+    zero = p.varlen and (x.lengths is None or sum(x.lengths) != p.T)
+    if device.type == "cpu":  # Triton's interpreter, which knows no Gluon
+        found = steps(p, plan, x, needs, scans, o, do, dfinal_state, zero, False)
+    else:
+        operands: Tensors = (
+            x.q, x.k, x.v, x.g, do, x.beta, x.A_log, x.dt_bias, x.initial_state, x.cu_seqlens, dfinal_state, plan.chunks, plan.sequences
+        )  # fmt: skip
+        strides = None
+        addresses = [0 if t is None else t.data_ptr() for t in operands]
+        if reduce(or_, addresses) % 16 or False in [t is None or t.is_contiguous() for t in operands]:
+            operands, strides = arranged(operands)
+        kinds = tuple(None if t is None else t.dtype for t in (x.A_log, x.dt_bias, x.cu_seqlens))
+        of_state = None if dfinal_state is None else dfinal_state.dtype
+        found = kept(device, p, tuple(needs), scans, strides, kinds, of_state, zero).run(operands, zero, device)
+    if p.group > 1:
+        for n, like in enumerate((x.q, x.k)):
+            if found[n] is not None:
+                found[n] = found[n].unflatten(2, (p.H, p.group)).sum(3).to(like.dtype)
+    return found

@@ -6,7 +6,7 @@ addresses is found by one dictionary lookup, and the arguments of a call by anot
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import reduce
+from functools import partial, reduce
 from itertools import chain
 from operator import or_
 from typing import NamedTuple
@@ -15,9 +15,7 @@ import torch
 
 from openkda.hopper import prefill, segments
 from openkda.hopper.config import BLOCK, MULTIPROCESSORS, STEP, Config, Tiles, choose
-from openkda.hopper.driver import Call
-from openkda.hopper.driver import launch as run
-from openkda.hopper.runtime import Launch, Matrix, Pointer, Ready, load
+from openkda.hopper.runtime import Launch, Matrix, Pointer, Program, load
 from openkda.problem import Inputs, Problem
 
 TABLE = 8  # columns of the segment table
@@ -147,21 +145,10 @@ def launches(problem: Problem, config: Config, strides: Strides, kinds: Kinds) -
 class Plan(NamedTuple):
     """Everything of a call that does not depend on addresses"""
 
-    ready: list[Ready]
+    program: Program
     final: torch.Tensor | None  # what final_state looks like, one element expanded: `empty_like` takes half the time of `empty`
     work: torch.Tensor | None  # the same of the workspace
     tables: torch.Tensor | None  # segment tables of a fixed batch
-    bound: dict[tuple[int, ...], list[Call]]  # by stream and addresses of the operands: what to launch
-
-    def bind(self, stream: int, addresses: Sequence[int]) -> list[Call]:
-        """What to launch on operands at these addresses"""
-        key = (stream, *addresses)
-        found = self.bound.get(key)
-        if found is None:
-            if len(self.bound) >= 64:
-                self.bound.clear()
-            found = self.bound[key] = [x.bind(addresses, stream) for x in self.ready]
-        return found
 
 
 _plans: dict[tuple, Plan] = {}  # by what kernels and tables depend on
@@ -181,7 +168,16 @@ def plan(problem: Problem, config: Config, strides: Strides, kinds: Kinds, devic
         torch.empty(1, dtype=dtype, device=device).expand(shape) if there else None
         for there, shape, dtype in ((p.output_final_state, p.state_shape, p.state_dtype), (size > 0, (size // 4,), torch.float32))
     )
-    return Plan(load(found, device.index), final, work, tables, {})
+    return Plan(Program(load(found, device.index, partial(gradients_of, p, kinds))), final, work, tables)
+
+
+def gradients_of(problem: Problem, kinds: Kinds) -> list[Launch]:
+    """What the gradients of a call will launch, as far as that is known: where kernels are compiled, theirs are too."""
+    if not problem.needs_grad or problem.return_intermediate_states or problem.dtype != torch.bfloat16:
+        return []
+    from openkda.hopper.gradients import ahead
+
+    return ahead(problem, kinds)
 
 
 def planned(problem: Problem, config: Config, *rest: object) -> Plan:
@@ -234,7 +230,7 @@ def forward(problem: Problem, inputs: Inputs, config: Config | None = None) -> R
     addresses += [0 if t is None else t.data_ptr() for t in (o, final, found.tables, work, h)]
     if found.tables is not None and torch.cuda.is_current_stream_capturing():
         _recorded[found.tables.data_ptr()] = found.tables
-    run(found.bind(torch._C._cuda_getCurrentRawStream(device.index), addresses), device.index)
+    found.program.run(addresses, device.index)
     return o, final, h
 
 

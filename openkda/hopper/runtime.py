@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from functools import lru_cache
 from threading import Event
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import triton
@@ -40,6 +41,7 @@ class Matrix(NamedTuple):
     stride: int  # elements from row to row
     box_rows: int
     box_columns: int
+    offset: int = 0  # bytes into the operand
 
     def descriptor(self) -> TensorDescriptor:
         """The same as Triton's host descriptor, of memory that is not there"""
@@ -75,7 +77,7 @@ class Launch:
 
     @property
     def width(self) -> int:
-        """Columns of all tiles: kernels with more of them take longer to compile"""
+        """Columns of all tiles: variants of a kernel with more of them take longer to compile"""
         return sum(x.box_columns for x in self.args if isinstance(x, Matrix))
 
     def compile(self) -> object:
@@ -115,7 +117,7 @@ class Ready(NamedTuple):
         kinds = iter(self.loaded.maps)
         for x in self.launch.args:
             if isinstance(x, Matrix):
-                found = tensor_map(addresses[x.operand], *next(kinds), x.rows, x.columns, x.stride)
+                found = tensor_map(addresses[x.operand] + x.offset, *next(kinds), x.rows, x.columns, x.stride)
                 values += (found, x.rows, x.columns, x.stride, 1)
             elif x is not None:
                 values.append(addresses[x.operand] + x.offset if isinstance(x, Pointer) else x)
@@ -123,15 +125,24 @@ class Ready(NamedTuple):
         return prepared(self.loaded.function, self.launch.grid, self.loaded.threads, self.loaded.shared, self.launch.pdl, stream, memory)
 
 
+# Kernels that are long in the compiler once Python is done with them, 3.6 to 1.2 seconds on one core: the longest first.
+ORDER = ("forward_kernel", "state_kernel", "scans_kernel", "fused_gradients_kernel", "prepare_operands_kernel")
 _loaded: dict[tuple, tuple[Loaded, Parameters]] = {}
 
 
-def load(launches: Sequence[Launch], device: int) -> list[Ready]:
+def load(launches: Sequence[Launch], device: int, soon: Callable[[], Sequence[Launch]] = tuple) -> list[Ready]:
     """The launches with their kernels loaded on a device, the current one. Kernels that were never needed before are compiled side by side,
-    so that three take little longer than one: the longest first, each as soon as Python is done with the one before."""
+    so that three take little longer than one: in ORDER, each as soon as Python is done with the one before. With them, where there are any,
+    what `soon` says will be needed next."""
+    find = lambda them: {key: kept.find(x.name, x.kernel.fn.__name__) for key, x in them.items()}
     missing = {x.key: x for x in launches if (device, x.key) not in _loaded}
-    found = {key: kept.find(x.name, x.kernel.fn.__name__) for key, x in missing.items()}
-    order = sorted((x for key, x in missing.items() if found[key] is None), key=lambda x: x.width, reverse=True)
+    found = find(missing)
+    if None in found.values():
+        others = {x.key: x for x in soon() if (device, x.key) not in _loaded and x.key not in missing}
+        missing |= others
+        found |= find(others)
+    rank = lambda x: (ORDER.index(x.kernel.fn.__name__) if x.kernel.fn.__name__ in ORDER else len(ORDER), -x.width)
+    order = sorted((x for key, x in missing.items() if found[key] is None), key=rank)
 
     def compiled(x: Launch, turn: Event, next_turn: Event) -> object:
         turn.wait()
@@ -154,6 +165,43 @@ def load(launches: Sequence[Launch], device: int) -> list[Ready]:
     return [Ready(x, *_loaded[device, x.key]) for x in launches]
 
 
+@dataclass(frozen=True)
+class Program:
+    """Launches to be made one after the other, any number of times"""
+
+    ready: list[Ready]
+    bound: dict[tuple[int, ...], list[Call]] = field(default_factory=dict)  # by stream and addresses of the operands
+
+    def run(self, addresses: Sequence[int], device: int) -> None:
+        """Make them on operands at these addresses of a device, the current one, in its current stream."""
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        key = (stream, *addresses)
+        found = self.bound.get(key)
+        if found is None:
+            if len(self.bound) >= 256:  # a model of many layers has that many
+                self.bound.clear()
+            found = self.bound[key] = [x.bind(addresses, stream) for x in self.ready]
+        run(found, device)
+
+
+class Listener(Protocol):
+    """Takes what is launched on tensors without memory (rehearsal.py)"""
+
+    def add(self, launch: Launch, operands: Sequence[torch.Tensor | None]) -> None:
+        """A launch on these operands."""
+
+    def constant(self, table: torch.Tensor) -> torch.Tensor:
+        """What stands for a table of the host's, copied to the device."""
+
+
+listener: ContextVar[Listener] = ContextVar("listener")
+
+
+def on_device(table: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A table of the host's on a device"""
+    return listener.get().constant(table) if device.type == "meta" else table.to(device)
+
+
 @lru_cache(maxsize=1024)
 def _ready(make: Callable[..., Launch], key: tuple, device: int) -> Ready:
     return load([make(*key)], device)[0]
@@ -161,6 +209,9 @@ def _ready(make: Callable[..., Launch], key: tuple, device: int) -> Ready:
 
 def start(make: Callable[..., Launch], key: tuple, operands: Sequence[torch.Tensor | None], device: torch.device) -> None:
     """Launch make(*key) on these operands. key holds all that the launch depends on besides addresses: it is made once."""
+    if device.type == "meta":
+        listener.get().add(make(*key), operands)
+        return
     if device.type == "cpu":  # Triton's interpreter, which takes tensors
         x = make(*key)
         args = [operands[a.operand] if isinstance(a, Pointer) else a for a in x.args]

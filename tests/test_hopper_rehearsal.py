@@ -1,0 +1,137 @@
+"""Calls rehearsed on tensors without memory: which launches they make, where everything lies, and what is refused."""
+
+from itertools import combinations
+
+import pytest
+import torch
+
+from openkda.hopper import gradients
+from openkda.hopper.backward_config import Scans, choose_scans
+from openkda.hopper.rehearsal import ALIGNMENT, rehearse
+from openkda.hopper.runtime import Matrix, Pointer, launch, on_device
+from openkda.problem import Problem
+from openkda.testing import make_case
+
+ALL = (True,) * 8
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def touch(*operands: torch.Tensor | None) -> None:
+    launch(None, (1, 1, 1), operands, (7,), ("constant",))
+
+
+def places(script) -> list[list[tuple[int, int] | None]]:
+    """Operand and offset of every pointer of every launch"""
+    return [[x and (x.operand, x.offset) for x in one.args if x is None or isinstance(x, Pointer)] for one in script.launches]
+
+
+def test_operands_are_numbered_as_the_call_gives_them():
+    """Given, results, constants, the workspace; views by their place, absent ones absent."""
+
+    def call(x, absent, y):
+        table, out, scratch = on_device(torch.arange(6), x.device), torch.empty_like(y), torch.empty(5, device=x.device)
+        touch(y[2:], absent, x, table[4:], out, scratch)
+        return [None, out]
+
+    found = rehearse(call, (meta(4), None, meta(3, 8)), True)
+    assert places(found) == [[(2, 64), None, (0, 0), (5, 32), (4, 0), (6, 0)]]
+    assert found.launches[0].args[-1] == 7 and found.launches[0].constants == ("constant",)
+    assert torch.equal(found.constants[0], torch.arange(6)) and found.size == ALIGNMENT
+    none, out = found.results
+    assert none is None and out.shape == (3, 8) and out.dtype == torch.float32
+
+
+@pytest.mark.parametrize("scratch", [True, False])
+def test_memory_is_shared_by_what_is_not_needed_at_once(scratch):
+    """a is done with when c comes, and fits into a result of later; b is still needed."""
+
+    def call(x):
+        a, b, c, result = (torch.empty(n, device=x.device) for n in (256, 128, 256, 512))
+        touch(x, a, b)
+        touch(b, c)
+        touch(c, result)
+        return [result]
+
+    found = rehearse(call, (meta(1),), scratch)
+    (_, a, b), (b_again, c), (c_again, result) = places(found)
+    assert b == b_again and c == c_again and result == (1, 0)
+    if scratch:
+        assert {x[0] for x in (a, b)} == {1} and c == (2, 0) and found.size == 1024
+    else:
+        assert a[0] == b[0] == c[0] == 2 and a[1] != b[1] and c[1] != b[1] and found.size == 1536
+
+
+@pytest.mark.parametrize("act", [torch.zeros_like, lambda x: x + 1, lambda x: x.copy_(x), lambda x: x.float().sum(), lambda x: x.zero_()])
+def test_what_could_not_be_repeated_is_refused(act):
+    with pytest.raises(RuntimeError, match="only allocations, views and launches"):
+        rehearse(lambda x: [act(x)], (meta(4, dtype=torch.bfloat16),), True)
+
+
+def test_a_part_is_no_result():
+    def call(x):
+        both = torch.empty(2, 4, device=x.device)
+        touch(both)
+        return [both[1]]
+
+    with pytest.raises(RuntimeError, match="part of another tensor"):
+        rehearse(call, (meta(4),), True)
+
+
+def problem(**options: object) -> Problem:
+    found = make_case("init", **{**dict(T=70, H=2, K=128, V=128, dtype=torch.bfloat16, bounded=True), **options}).described()[0]
+    return found.replace(device_type="cuda", capability=(9, 0), needs_grad=True)
+
+
+def kinds_of(p: Problem) -> tuple[torch.dtype | None, ...]:
+    """dtypes of A_log, dt_bias and cu_seqlens"""
+    there = (p.has_A_log, torch.float32), (p.has_dt_bias, torch.float32), (p.varlen, torch.int64)
+    return tuple(dtype if given else None for given, dtype in there)
+
+
+SCANS = {"whole": Scans(), "cut": Scans(1, 1)}
+OPTIONS = {
+    "plain": dict(), "no states": dict(initial_state=False), "ragged": dict(lengths=(70, 3), H=1, HV=2), "unbounded": dict(bounded=False),
+    "gate computed outside": dict(raw=False, B=3),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("scans", SCANS.values(), ids=SCANS)
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_gradients_lie_apart(options, scans):
+    """No launch finds two of its operands in one place, except as it was described: memory of a tensor that it sees in two ways."""
+    p = problem(**options)
+    found = gradients.script(p, ALL, scans, None, kinds_of(p), torch.float32, False)
+    work = 13 + 8 + len(found.constants)
+    for one in found.launches:
+        extents = set()
+        for x in one.args:
+            if isinstance(x, Matrix):
+                extents.add((x.operand, x.offset, x.offset + x.rows * x.columns * x.dtype.itemsize))
+            assert not isinstance(x, (Matrix, Pointer)) or 0 <= x.operand <= work
+            assert not isinstance(x, (Matrix, Pointer)) or x.operand != work or x.offset < found.size
+        for (a, a0, a1), (b, b0, b1) in combinations(extents, 2):
+            assert a != b or a1 <= b0 or b1 <= a0, one.kernel.fn.__name__
+
+
+def test_tiles_wait_in_the_gradients():
+    """What only the scans read lies in results that are written after them: the workspace holds states, r and little else."""
+    p = problem().replace(T=8192, H=32, HV=32)
+    found = gradients.script(p, ALL, choose_scans(p), None, kinds_of(p), None, False)
+    row = p.T * p.HV * p.K * p.dtype.itemsize
+    assert found.size <= 10 * row
+    assert found.size + 3 * row <= gradients.script(p, ALL, choose_scans(p), None, kinds_of(p), None, True).size + row // 8
+
+
+def test_what_is_foreseen_is_what_is_launched():
+    """A forward under autograd compiles the kernels that its gradients will be launched with."""
+    for options in OPTIONS.values():
+        p = problem(**options)
+        kinds = kinds_of(p)
+        of_state = p.state_dtype if p.output_final_state else None
+        needs = (*(True,) * 5, p.has_A_log, p.has_dt_bias, p.has_initial_state)
+        strides = (2 * p.H * p.K, p.H * p.K, p.HV * p.V, p.HV * p.K, p.HV * p.V)
+        ours = gradients.script(p, needs, choose_scans(p), strides, kinds, of_state, p.varlen)
+        assert [x.key for x in gradients.ahead(p, kinds)] == [x.key for x in ours.launches]
