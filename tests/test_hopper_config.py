@@ -5,7 +5,8 @@ import importlib
 import pkgutil
 import struct
 from contextlib import nullcontext
-from itertools import pairwise, product
+from dataclasses import replace
+from itertools import accumulate, pairwise, product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,6 +22,7 @@ from openkda.hopper.config import COSTS, MULTIPROCESSORS, SHARED_BYTES, STEP, Cu
 from openkda.hopper.runtime import Launch, Matrix, Pointer, Ready
 from openkda.hopper.scan import DROP_BITS
 from openkda.hopper.tiles import stack_layout
+from openkda.plan import Plan
 from openkda.testing import make_case
 
 
@@ -179,6 +181,23 @@ def test_chunk_entry_states_change_no_other_kernel(problem, change):
             numbers = args["chunks_ptr"]
             assert numbers.operand == (launch.WORK if "N" in change else launch.TABLES)
             assert numbers.offset + 4 * problem.replace(**change).N <= (size if "N" in change else numbers.offset + 4)
+
+
+@pytest.mark.parametrize("lengths", [None, (), (0, 0), (1, 0, 32, 33, 100)], ids=str)
+def test_chunk_entry_states_are_as_many_as_portable_has(problem, lengths):
+    """Also where lengths never reach the host, and without a token."""
+    cu = None if lengths is None else torch.tensor([0, *accumulate(lengths)])
+    B, T = (3, 70) if lengths is None else (1, sum(lengths or ()))
+    p = problem.replace(B=B, T=T, N=B if lengths is None else len(lengths), varlen=lengths is not None, chunk_size=32)
+    plan = Plan.build(cu, B, T, 32, torch.device("cpu"))
+    assert B * launch.chunks(p, None) == plan.num_chunks
+    assert lengths is None or launch.chunks(p, lengths) == plan.sequences[:, 3].sum()
+    if T == 0:
+        _, inputs = make_case("init", T=0, H=4, K=128, dtype=torch.bfloat16).described()
+        asked = p.replace(return_intermediate_states=True, output_final_state=False)
+        for known in (lengths, None):
+            h = launch.of_nothing(asked, replace(inputs, lengths=known))[2]
+            assert h.shape == (1, launch.chunks(p, known), 4, 128, 128) and h.dtype == torch.bfloat16 and not h.any()
 
 
 def test_lengths_and_strides_compile_nothing_new(problem):
