@@ -225,6 +225,7 @@ def test_why_not():
         assert hopper.why_not_backward(problem) is None
         assert hopper.why_not_backward(problem.replace(gate="softplus", lower_bound=None)) is None
         assert "bfloat16" in hopper.why_not_backward(problem.replace(dtype=torch.float16))
+        assert "fewer than 2^16 sequences" in hopper.why_not_backward(problem.replace(N=2**16))
     assert hopper.why_not_backward(problem.replace(K=96)) == hopper.why_not(problem.replace(K=96))
 
 
