@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Callable
-from functools import cache, lru_cache
+from functools import cache, lru_cache, wraps
 from types import ModuleType
 
 import torch
@@ -19,6 +19,21 @@ from openkda.problem import Inputs, Problem, fail
 
 MODULES = {"hopper": "openkda.hopper", "portable": "openkda.portable", "torch": "openkda.torch_backend"}
 NAMES = tuple(MODULES)
+
+
+def on_its_device(function: Callable) -> Callable:
+    """`function` with the device of its tensors current, for that is where Triton launches. Its first argument is a tensor, or a Problem
+    and the second its Inputs."""
+
+    @wraps(function)
+    def call(first: torch.Tensor | Problem, *rest: object, **options: object) -> object:
+        device = first.device if isinstance(first, torch.Tensor) else rest[0].q.device
+        if device.type != "cuda" or device.index == torch.cuda.current_device():
+            return function(first, *rest, **options)
+        with torch.cuda.device(device):
+            return function(first, *rest, **options)
+
+    return call
 
 
 def _missing_triton(name: str) -> str | None:

@@ -9,6 +9,7 @@ from threading import Thread
 
 import torch
 
+from openkda.backends import on_its_device
 from openkda.problem import Inputs, Problem
 
 Results = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
@@ -37,13 +38,11 @@ def why_not(problem: Problem) -> str | None:
     return None
 
 
+@on_its_device
 def forward(problem: Problem, inputs: Inputs) -> Results:
     """o [B, T, HV, V], final_state (Problem.state_shape) and chunk-entry states ([B, NT, HV, K, V] or V first, in o's dtype), the last two
     None unless asked for; NT as launch.chunks says"""
-    if torch.cuda.current_device() == inputs.q.device.index:
-        return _launcher()(problem, inputs)
-    with torch.cuda.device(inputs.q.device):
-        return _launcher()(problem, inputs)
+    return _launcher()(problem, inputs)
 
 
 @cache
@@ -79,6 +78,7 @@ def why_not_backward(problem: Problem) -> str | None:
     return None
 
 
+@on_its_device
 def backward(
     problem: Problem, inputs: Inputs, needs: tuple[bool, ...], o: torch.Tensor, do: torch.Tensor | None,
     dfinal_state: torch.Tensor | None, kept: tuple[torch.Tensor, ...] = (),
@@ -87,7 +87,4 @@ def backward(
     is ever kept."""
     from openkda.hopper.gradients import gradients
 
-    if torch.cuda.current_device() == inputs.q.device.index:
-        return gradients(problem, inputs, needs, o, do, dfinal_state)
-    with torch.cuda.device(inputs.q.device):
-        return gradients(problem, inputs, needs, o, do, dfinal_state)
+    return gradients(problem, inputs, needs, o, do, dfinal_state)

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 
+from openkda.backends import on_its_device
 from openkda.plan import Plan
 from openkda.portable import forward as portable_forward
 from openkda.portable.backward_config import BackwardConfig, configure_backward
@@ -62,6 +63,7 @@ def prepared(problem: Problem, config: BackwardConfig, plan: Plan, inputs: Input
     return Prepared(G, Aqk, w, kg, qg, u, T, factors)
 
 
+@on_its_device
 def keep(problem: Problem, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor | None, tuple[torch.Tensor, ...]]:
     """The forward at the backward's chunk size: o, final_state and all that the backward would otherwise recompute."""
     asked = problem
@@ -80,6 +82,7 @@ def keep(problem: Problem, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor |
     return o.to(asked.dtype), S_final, (*p, h, r)
 
 
+@on_its_device
 def backward(
     problem: Problem, inputs: Inputs, needs: tuple[bool, ...], o: torch.Tensor, do: torch.Tensor | None,
     dfinal_state: torch.Tensor | None, kept: tuple[torch.Tensor, ...] = (),

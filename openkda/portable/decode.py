@@ -33,6 +33,7 @@ import torch
 import triton
 import triton.language as tl
 
+from openkda.backends import on_its_device
 from openkda.portable.forward import interpreted
 from openkda.portable.gate import softplus
 from openkda.portable.launch import PreparedLaunch
@@ -300,6 +301,7 @@ def why_not(problem: Problem) -> str | None:
     return None
 
 
+@on_its_device
 def recurrent(problem: Problem, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Token-by-token forward: o [B, T, HV, V] in q's dtype and final_state (Problem.state_shape, state_dtype) or None."""
     B, T, H, HV, K, V, N = problem.B, problem.T, problem.H, problem.HV, problem.K, problem.V, problem.N

@@ -9,6 +9,7 @@ import os
 
 import torch
 
+from openkda.backends import on_its_device
 from openkda.portable.config import configure
 from openkda.portable.gate import gate_cumsum
 from openkda.portable.state import scan_output
@@ -30,6 +31,7 @@ def why_not(problem: Problem) -> str | None:
     return None
 
 
+@on_its_device
 def forward(problem: Problem, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Run the problem.
 

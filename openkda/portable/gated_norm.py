@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
+from openkda.backends import on_its_device
 from openkda.portable.tile import load_tile, load_vector, sigmoid, store_tile
 
 TILE = 2048  # elements: 16 a thread
@@ -118,6 +119,7 @@ class GatedNorm(torch.autograd.Function):
         return dx, dgate, sums.sum(0).to(weight.dtype), None
 
 
+@on_its_device
 def gated_norm(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """rms_norm(x) * weight * sigmoid(gate) over the last dim. x, gate [..., V] bf16, fp16 or fp32 on a GPU; weight [V]; eps added to the
     mean square. Returns x's shape and dtype; differentiable once in all three tensors."""

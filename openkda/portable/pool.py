@@ -13,6 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
+from openkda.backends import on_its_device
+
 BLOCK = 4096  # elements per program: 16 KiB of fp32 on its way
 SHARES = 16  # programs that clear one sequence's rows
 
@@ -68,6 +70,7 @@ def clear_kernel(
         tl.store(out_ptr + (first + i) * out_stride + offs, zeros, mask=offs < D)
 
 
+@on_its_device
 def gather_states(pool: torch.Tensor, index: torch.Tensor, has_initial: torch.Tensor | None, pad_slot: int) -> torch.Tensor:
     """pool [slots, HV, ., .], index [N], has_initial [N] bool or None -> [N, HV, ., .] fp32."""
     N, E = index.shape[0], pool[:1].numel() if pool.shape[0] else 0
@@ -81,6 +84,7 @@ def gather_states(pool: torch.Tensor, index: torch.Tensor, has_initial: torch.Te
     return dense
 
 
+@on_its_device
 def scatter_states(dense: torch.Tensor, pool: torch.Tensor, index: torch.Tensor, pad_slot: int) -> None:
     """Write dense [N, HV, ., .] fp32 into the slots of index [N]."""
     if dense.numel() == 0 or pool.shape[0] == 0:
@@ -90,6 +94,7 @@ def scatter_states(dense: torch.Tensor, pool: torch.Tensor, index: torch.Tensor,
     scatter_kernel[grid](pool, dense, index, pool.shape[0], pool.stride(0), index.stride(0), E, BLOCK, pad_slot + 1)
 
 
+@on_its_device
 def clear_rows(out: torch.Tensor, cu_seqlens: torch.Tensor, index: torch.Tensor, slots: int, pad_slot: int) -> None:
     """Zero the rows of out [1, T, HV, V] (each row dense) that belong to sequences without a slot."""
     D = out.shape[2] * out.shape[3]

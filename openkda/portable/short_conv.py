@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
+from openkda.backends import on_its_device
 from openkda.portable.tile import sigmoid
 
 BT, BD = 16, 128  # rows and channels of a tile: 16 elements a thread
@@ -146,6 +147,7 @@ class SiluConv(torch.autograd.Function):
         return dx, total[:W].T.to(weight.dtype), None if bias is None else total[W].to(bias.dtype)
 
 
+@on_its_device
 def silu_conv(stream: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """SiLU of the depthwise convolution of stream [B, L, D], L >= W, with weight [D, 1, W] and bias [D] or None: [B, L - W + 1, D].
 
