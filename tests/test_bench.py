@@ -341,6 +341,20 @@ def test_without_a_gpu(monkeypatch):
     assert result.exit_code == 2 and "no GPU" in result.output and "--device cpu" in result.output
 
 
+def test_a_full_disk_is_one_sentence(tmp_path, monkeypatch):
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    arguments = ("--device", "cpu", "--shapes", TOY, "--regimes", "init", "--gates", "bounded")
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", full)
+    result = command(*arguments, "--plot", tmp_path / "p.png")
+    assert result.exit_code == 2 and "the picture cannot be written: No space" in result.output
+    monkeypatch.setattr(bench_run.Path, "write_text", full)
+    result = command(*arguments, "--json", tmp_path / "r.json")
+    assert result.exit_code == 2 and "the results cannot be written: No space" in result.output
+    assert not list(tmp_path.iterdir())
+
+
 def test_interrupt_keeps_the_rows_so_far(tmp_path, monkeypatch):
     def interrupted(*args, **kwargs):
         yield measure(toy_cell(), our("torch"))

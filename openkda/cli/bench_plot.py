@@ -11,6 +11,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from openkda.benchmarking import Row
+from openkda.cli.plots import save
 
 OURS = {"hopper": ("#0b6e4f", "#7cc9a8"), "portable": ("#12355b", "#7fa3cf"), "torch": ("#555555", "#aaaaaa")}  # bounded, softplus
 PEERS = ("#c1440e", "#e08e45", "#f2c57c", "#8d6a9f", "#bfa2cf", "#d9b8b0", "#7a5c58")
@@ -37,7 +38,7 @@ def draw(rows: list[Row], report: dict[str, object], path: Path) -> None:
     figure.legend(handles=handles, loc="outside lower center", ncols=min(int(width / 2.3), len(handles)), fontsize=9, frameon=False)
     what = {"forward": "forward", "training": "forward + backward"}[report["benchmark"]]
     figure.suptitle(f"KDA {what}, {report['device']}, {report['date'][:10]}", fontsize=11)
-    figure.savefig(path, dpi=130, format="png")
+    save(figure, path, dpi=130)
 
 
 def _panel(axis, rows: list[Row], shapes: list[str], series: list[tuple], colours: dict) -> None:

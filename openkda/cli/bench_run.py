@@ -64,7 +64,10 @@ def run_bench(
 
         def save(rows: list[Row], path: Path) -> None:
             report.update(seconds=round(time.time() - now.timestamp(), 1), rows=[_plain(row) for row in rows])
-            path.write_text(json.dumps(report, indent=1) + "\n")
+            try:
+                path.write_text(json.dumps(report, indent=1) + "\n")
+            except OSError as error:
+                raise BadInput(f"the results cannot be written: {error.strerror}") from error
 
         def keep(rows: list[Row]) -> None:
             if json_path:

@@ -64,10 +64,10 @@ def draw(
         save(figure, path)
 
 
-def save(figure: Figure, path: Path) -> None:
-    """Write the figure as PNG. BadInput where the disk refuses."""
+def save(figure: Figure, path: Path, dpi: float | None = None) -> None:
+    """Write the figure as PNG, by default at its own dots per inch. BadInput where the disk refuses."""
     try:
-        figure.savefig(path, format="png")
+        figure.savefig(path, dpi=dpi or "figure", format="png")
     except OSError as error:
         raise BadInput(f"the picture cannot be written: {error.strerror}") from error
 
