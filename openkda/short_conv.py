@@ -15,6 +15,7 @@ from torch import Tensor
 from openkda.problem import FLOAT_DTYPES
 
 MAX_TAPS = 8  # of the Triton kernels, which unroll them
+MAX_BATCH = 2**16 - 1  # of the same: an axis of their grids
 
 
 @cache
@@ -43,7 +44,7 @@ def _filter(stream: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         # It pads W-1 zeros on the left; the outputs that saw them are the first W-1.
         bias = None if bias is None else bias.to(stream.dtype)
         y = causal_conv1d_fn(stream.transpose(1, 2), weight.squeeze(1).to(stream.dtype), bias, activation="silu")[..., taps - 1 :]
-    elif kernels_serve(stream) and taps <= MAX_TAPS:
+    elif kernels_serve(stream) and taps <= MAX_TAPS and stream.shape[0] <= MAX_BATCH:
         from openkda.portable.short_conv import silu_conv
 
         return silu_conv(stream, weight, bias)
