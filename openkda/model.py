@@ -99,6 +99,8 @@ class KDAConfig(PreTrainedConfig):
 
 
 class RMSNorm(nn.Module):
+    """x / sqrt(mean(x^2) + eps) * weight over the last dim, in x's dtype."""
+
     def __init__(self, dim: int, eps: float):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(dim))
@@ -217,6 +219,8 @@ def full_attention_mask(
 
 
 class KDAPreTrainedModel(PreTrainedModel):
+    """What transformers needs to know of every model here: configuration, initialisation, what stays fp32."""
+
     config_class = KDAConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True

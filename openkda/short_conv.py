@@ -20,6 +20,7 @@ MAX_BATCH = 2**16 - 1  # of the same: an axis of their grids
 
 @cache
 def installed(package: str) -> bool:
+    """Whether a package can be imported."""
     return find_spec(package) is not None
 
 
