@@ -17,15 +17,23 @@ PROBLEMS = {
     "unbounded gate computed outside": dict(bounded=False, raw=False, qk_l2norm=False, lengths=(70, 3), H=1, HV=2, V=64),
 }
 
+HALF = {"all options": dict(), "softplus, grouped": dict(bounded=False, H=1, HV=2, initial_state=False), "64 channels": dict(K=64, V=64)}
+
+
+def compile_half(target: str) -> None:
+    """float16, in one piece and cut."""
+    for scans in (WHOLE, Scans(1, 1)):
+        compile_gradients(target, scans, {name: dict(dtype=torch.float16) | options for name, options in HALF.items()})
+
 
 def compile_segments(target: str) -> None:
     """The same with sequences cut into segments."""
     compile_gradients(target, Scans(1, 1))
 
 
-def compile_gradients(target: str, scans: Scans = WHOLE) -> None:
-    """Compile the gradients of every problem above."""
-    for options in PROBLEMS.values():
+def compile_gradients(target: str, scans: Scans = WHOLE, problems: dict[str, dict[str, object]] = PROBLEMS) -> None:
+    """Compile the gradients of every problem."""
+    for options in problems.values():
         problem, inputs = make_case("random", **{**dict(T=73, H=2, K=128, V=128, dtype=torch.bfloat16), **options}).described()
         problem = problem.replace(device_type="cuda", capability=CAPABILITY[target])
         needs = tuple(getattr(inputs, name) is not None for name in TENSORS)

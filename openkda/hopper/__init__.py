@@ -71,8 +71,6 @@ def why_not_backward(problem: Problem) -> str | None:
     p = problem
     if why_not(p) is not None:
         return why_not(p)
-    if p.dtype != torch.bfloat16:
-        return f"the hopper backend's gradients take bfloat16 inputs, not {p.dtype}: they round to bfloat16 inside"
     if p.N >= 2**16:
         return f"the hopper backend's gradients take fewer than 2^16 sequences, an axis of their grids, not {p.N}"
     return None

@@ -6,19 +6,19 @@
     dG = q dq + k dk_read - k dk_written
     dg_t = 2^G_C rowsum(S dS') + sum_j (k dk_written)_j [state part] + sum_{j >= t} dG_j
 
-x = 2^(G + shift), y = 2^(-G - shift) and the normalised rows are those of backward_prepare.py; qx, kx, ky are rounded to bf16, and dG
-multiplies by them as rounded: inside the suffix sum the two ends of a pair must cancel. A bounded gate cancels no term above e^5 times the
-result. Gates that may forget everything keep the state part apart, as portable/backward_inputs.py does:
+x = 2^(G + shift), y = 2^(-G - shift) and the normalised rows are those of backward_prepare.py; qx, kx, ky are rounded like the tiles in
+memory, and dG multiplies by them as rounded: inside the suffix sum the two ends of a pair must cancel. A bounded gate cancels no term
+above e^5 times the result. Gates that may forget everything keep the state part apart, as portable/backward_inputs.py does:
 
     dg_t = 2^G_C rowsum(S dS') + sum_{j < t} (k dk_written)_j [state part] + sum_{j >= t} dG_j [written: pairs only]
 
 and leave the pairs of the rows from `cut` on to backward_levels.py, which adds them to the results.
 
-Sums over tokens are products with triangles of ones, the summand split into bf16 parts: they run where the accumulators already are. All
-tiles stand transposed, channels by tokens: an accumulator then is the next product's left operand.
+Sums over tokens are products with triangles of ones, the summand split into parts of 8 bits: they run where the accumulators already
+are. All tiles stand transposed, channels by tokens: an accumulator then is the next product's left operand.
 
 Grid (blocks of BK channels times head times chunk,), in this order, so that blocks which run together share rows of memory. BK = 64 is the
-least that the matrix unit takes; four warps a block leave room for three. fp32 accumulators [BK, C]: dq, dk, dG and one product.
+least that the matrix unit takes. fp32 tiles take 143 KB of shared memory: one block a multiprocessor, which may have all registers.
 """
 
 from __future__ import annotations
@@ -27,12 +27,25 @@ import torch
 import triton
 import triton.language as tl
 
-from openkda.hopper.backward_prepare import C, Prepared, at_least, bounded_sigmoid, decay_bits, gate_rate, half_span, softplus_sigmoid
+from openkda.hopper.backward_prepare import (
+    C,
+    Prepared,
+    at_least,
+    bounded_sigmoid,
+    decay_bits,
+    elements,
+    gate_rate,
+    half_span,
+    in_units,
+    load_rows,
+    softplus_sigmoid,
+)
 from openkda.hopper.backward_scores import ScoreGradients
-from openkda.hopper.instructions import exp2, to_bf16, to_fp32
+from openkda.hopper.instructions import exp2, rounded
+from openkda.hopper.runtime import launch
 from openkda.plan import Plan
 from openkda.portable.backward_inputs import CUT, load_channels, store_channels
-from openkda.portable.tile import as_rows, chunk_bounds, contiguous, load_tile
+from openkda.portable.tile import chunk_bounds, contiguous
 from openkda.problem import Inputs, Problem
 
 BLOCK_K = 64
@@ -51,10 +64,7 @@ def sum_tokens(x, ones, element: tl.constexpr):
 @triton.jit
 def with_bias(x, bias):
     """The gate as given [BK, C] plus its bias [BK], fp32."""
-    if x.dtype == tl.bfloat16:
-        return to_fp32(x) + bias[:, None]
-    else:
-        return x.to(tl.float32) + bias[:, None]
+    return x.to(tl.float32) + bias[:, None]
 
 
 @triton.jit
@@ -73,12 +83,12 @@ def gate_chain(dg, x, rate, lower_bound, GATE: tl.constexpr, ANY: tl.constexpr):
         return dg, dg
 
 
-@triton.jit(do_not_specialize=["HV", "group"])
+@triton.jit(do_not_specialize=["q_units", "k_units", "g_units", "do_units", "HV", "group"])
 def chunk_gradients_kernel(
-    q_ptr, k_ptr,  # [R, H, K], row strides q_row, k_row, head strides q_head, k_head
-    g_ptr,  # [R, HV, K] as given, row stride g_row, head stride g_head
+    q_ptr, k_ptr,  # [R, H, K], rows q_units, k_units apart
+    g_ptr,  # [R, HV, K] as given, rows g_units apart
     A_log_ptr, dt_bias_ptr,  # [HV], [HV, K] or None
-    do_ptr, dv_ptr,  # [R, HV, V]; do with row stride do_row, head stride do_head
+    do_ptr, dD_ptr,  # [R, HV, V], rows do_units apart; [NC, HV, V, C]
     norms_ptr, cut_ptr,  # as Prepared
     h_ptr, dh_ptr,  # [NC, HV, V, K]
     r_ptr,  # [NC, HV, V, C]
@@ -86,8 +96,7 @@ def chunk_gradients_kernel(
     dq_ptr, dk_ptr, dg_ptr,  # [R, HV, K]
     dA_log_ptr, ddt_bias_ptr,  # [NC, HV, K / BK], [NC, HV, K] fp32 partial sums, or None
     chunks_ptr,  # [NC, 4] int32
-    q_row, q_head, k_row, k_head, g_row, g_head, do_row, do_head,
-    scale, lower_bound, shift, HV, group,
+    q_units, k_units, g_units, do_units, HV, group, scale, lower_bound, shift,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, GATE: tl.constexpr, L2NORM: tl.constexpr,
 ):  # fmt: skip
     BLOCKS: tl.constexpr = K // BK
@@ -107,8 +116,8 @@ def chunk_gradients_kernel(
     state = entry * (K * V) + vv[:, None] * K + cols[None, :]
     S = tl.load(h_ptr + state)
     dS = tl.load(dh_ptr + state)
-    do = load_tile(do_ptr + first * do_row + h * do_head, rows, do_row, vv, live, V, V)
-    dD = load_tile(dv_ptr + at * V, rows, HV * V, vv, live, V, V)
+    do = load_rows(do_ptr, do_units, first, h, rows, vv, live, V)
+    dD = tl.load(dD_ptr + entry * (C * V) + vv[:, None] * C + rows[None, :])
     r = tl.load(r_ptr + entry * (C * V) + vv[:, None] * C + rows[None, :])
     pairs_ptr += entry * (2 * C * C) + rows[:, None] * C + rows[None, :]
     dZ = tl.load(pairs_ptr)
@@ -117,10 +126,13 @@ def chunk_gradients_kernel(
         whole = (rows < tl.load(cut_ptr + entry))[:, None]
         dZ = tl.where(whole, dZ, 0.0)
         dA = tl.where(whole, dA, 0.0)
-    g_ptr += first * g_row + h * g_head
+    q_row = elements(q_units, q_ptr)
+    k_row = elements(k_units, k_ptr)
+    g_row = elements(g_units, g_ptr)
+    g_ptr += first * g_row + h * K
     x = load_channels(g_ptr, rows, g_row, cols, live, K, BK)
-    k = load_channels(k_ptr + first * k_row + hq * k_head, rows, k_row, cols, live, K, BK)
-    q = load_channels(q_ptr + first * q_row + hq * q_head, rows, q_row, cols, live, K, BK)
+    k = load_channels(k_ptr + first * k_row + hq * K, rows, k_row, cols, live, K, BK)
+    q = load_channels(q_ptr + first * q_row + hq * K, rows, q_row, cols, live, K, BK)
     norms_ptr += entry * (2 * C) + rows
     sums_ptr += entry * (3 * C)
     size = tl.load(sums_ptr + 2 * C)
@@ -141,30 +153,30 @@ def chunk_gradients_kernel(
     N = at_least(G, -2.0 * shift) if ANY else G
     up = exp2(N + shift)
     down = exp2(-N - shift)
-    kf = to_fp32(k) * nk[None, :]
-    kx = to_bf16(kf * up)
-    ky = to_bf16(kf * down)
-    qx = to_bf16(to_fp32(q) * nq[None, :] * up)
+    kf = k.to(tl.float32) * nk[None, :]
+    kx = rounded(kf * up, element)
+    ky = rounded(kf * down, element)
+    qx = rounded(q.to(tl.float32) * nq[None, :] * up, element)
 
     if L2NORM:
         along_q = tl.load(sums_ptr + rows)
         along_k = tl.load(sums_ptr + C + rows)
     # Gradients over size and the tile's factor: dq = up sum_q, dk = up read + stored + down written. 2^G = up 2^-shift.
-    sum_q = tl.dot(tl.trans(S), tl.trans(do)) * (exp2(-shift) * scale * per_size)
+    sum_q = tl.dot(tl.trans(S), tl.trans(do.to(element))) * (exp2(-shift) * scale * per_size)
     if not L2NORM:
         sum_q /= tl.where(live, nq, 1.0)[None, :]
     sum_q = tl.dot(ky, tl.trans(dZ), acc=sum_q)
-    dG = to_fp32(qx) * sum_q
+    dG = qx.to(tl.float32) * sum_q
     dq = up * sum_q * (nq * size)[None, :]
     if L2NORM:
-        dq -= to_fp32(qx) * down * along_q[None, :]
+        dq -= qx.to(tl.float32) * down * along_q[None, :]
     store_channels(dq_ptr + at * K, dq, rows, HV * K, cols, live, K, BK)
 
-    read = tl.dot(tl.trans(S), tl.trans(dD)) * (exp2(-shift) * -per_size)
+    read = tl.dot(tl.trans(S), dD) * (exp2(-shift) * -per_size)
     if not L2NORM:
         read /= tl.where(live, nk, 1.0)[None, :]
     read = tl.dot(ky, tl.trans(dA), acc=read)
-    dG += to_fp32(kx) * read
+    dG += kx.to(tl.float32) * read
     dk = up * read
     # The state's part of a key as it is written, over size: 2^(G_C - G) = down 2^(G_C + shift), at most 1, before anything else.
     to_end = exp2(last[:, None] - G) if ANY else down * exp2(last + shift)[:, None]
@@ -172,7 +184,7 @@ def chunk_gradients_kernel(
     if not L2NORM:
         stored /= tl.where(live, nk, 1.0)[None, :]
     dk += stored
-    stored *= to_fp32(ky) * up
+    stored *= ky.to(tl.float32) * up
     if ANY:
         before = sum_tokens(stored, tl.where(rows[:, None] < rows[None, :], 1.0, 0.0).to(element), element)
         rho = exp2(last) * rho
@@ -181,10 +193,10 @@ def chunk_gradients_kernel(
         rho = exp2(last) * rho + tl.sum(stored, 1) * size
     x = load_channels(g_ptr, rows, g_row, cols, live, K, BK)  # again: from the cache, rather than in registers all the way
     written = tl.dot(kx, dA, acc=tl.dot(qx, dZ))
-    dG -= to_fp32(ky) * written
+    dG -= ky.to(tl.float32) * written
     dk = (dk + down * written) * (nk * size)[None, :]
     if L2NORM:
-        dk -= to_fp32(ky) * up * along_k[None, :]
+        dk -= ky.to(tl.float32) * up * along_k[None, :]
     store_channels(dk_ptr + at * K, dk, rows, HV * K, cols, live, K, BK)
 
     dg = sum_tokens(dG, tl.where(rows[:, None] >= rows[None, :], 1.0, 0.0).to(element), element)
@@ -202,21 +214,23 @@ def chunk_gradients_kernel(
 
 def chunk_gradients(
     problem: Problem, plan: Plan, inputs: Inputs, p: Prepared, scores: ScoreGradients, do: torch.Tensor, h: torch.Tensor,
-    dh: torch.Tensor, r: torch.Tensor, dv: torch.Tensor, dq: torch.Tensor, dk: torch.Tensor, dg: torch.Tensor,
+    dh: torch.Tensor, r: torch.Tensor, dD: torch.Tensor, dq: torch.Tensor, dk: torch.Tensor, dg: torch.Tensor,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
     """Write dq, dk (per value head) and dg [B, T, HV, K]; return the terms of A_log's [NC, HV, n] and dt_bias's [NC, HV, K] gradient
     in fp32 (None if absent), to be added in one order: no atomics.
 
-    Args: do, dv [B, T, HV, V]; h, dh, r from both_scans."""
+    Args: do [B, T, HV, V]; h, dh, r from both_scans; dD [NC, HV, V, C] from score_gradients."""
     HV, K, NC, device = problem.HV, problem.K, plan.num_chunks, do.device
     partial = lambda present, n: torch.empty(NC, HV, n, dtype=torch.float32, device=device) if present else None
     dA_log, ddt_bias = partial(problem.has_A_log, K // BLOCK_K), partial(problem.has_dt_bias, K)
-    q, k, g, do = (as_rows(x) for x in (inputs.q, inputs.k, inputs.g, do))
+    rows, units = in_units(inputs.q, inputs.k, inputs.g, do)
     if NC:
-        chunk_gradients_kernel[(K // BLOCK_K * NC * HV,)](
-            q, k, g, contiguous(inputs.A_log), contiguous(inputs.dt_bias), do, dv, p.norms, p.cut, h, dh, r, scores.pairs, scores.sums,
-            dq, dk, dg, dA_log, ddt_bias, plan.chunks, q.stride(0), q.stride(1), k.stride(0), k.stride(1), g.stride(0), g.stride(1),
-            do.stride(0), do.stride(1), float(problem.scale), float(problem.lower_bound or 0.0), half_span(problem), HV, problem.group,
-            K=K, V=problem.V, C=C, BK=BLOCK_K, GATE=problem.gate, L2NORM=problem.qk_l2norm, num_warps=4, maxnreg=168,
+        q, k, g, do = rows
+        operands = (
+            q, k, g, contiguous(inputs.A_log), contiguous(inputs.dt_bias), do, dD, p.norms, p.cut, h, dh, r, scores.pairs, scores.sums,
+            dq, dk, dg, dA_log, ddt_bias, plan.chunks,
         )  # fmt: skip
+        numbers = (*units, HV, problem.group, float(problem.scale), float(problem.lower_bound or 0.0), half_span(problem))
+        constants = (K, problem.V, C, BLOCK_K, problem.gate, problem.qk_l2norm)
+        launch(chunk_gradients_kernel, (K // BLOCK_K * NC * HV, 1, 1), operands, numbers, constants)
     return dA_log, ddt_bias

@@ -2,7 +2,7 @@
 
 A row from `cut` on, where some channel has left the span of one pair factor (backward_prepare.py), meets each row before it at the level
 where the two lie in the odd and the even block of S rows of one block of 2S, with x = 2^(G_r - G_a) and 2^(G_a - G_i), a the even block's
-last row: no factor is above 1. With the rows of q and k times x, rounded to bf16:
+last row: no factor is above 1. With the rows of q and k times x, rounded like the tiles in memory:
 
     dq_r += x (dZ kx)        dk_r += x (dA kx)        dk_i += x (dZ^T qx + dA^T kx)        dG = q dq + k dk_read - k dk_written
 
@@ -19,9 +19,11 @@ import triton
 import triton.language as tl
 
 from openkda.hopper.backward_chunk import gate_chain
-from openkda.hopper.backward_prepare import C, decay_bits, gate_rate, level_factor, pair_mask
+from openkda.hopper.backward_prepare import C, decay_bits, gate_rate, in_units, level_factor, load_rows, pair_mask
+from openkda.hopper.instructions import rounded
+from openkda.hopper.runtime import launch
 from openkda.plan import Plan
-from openkda.portable.tile import as_rows, chunk_bounds, contiguous, load_tile
+from openkda.portable.tile import chunk_bounds, contiguous
 from openkda.problem import Inputs, Problem
 
 
@@ -33,13 +35,13 @@ def add_tile(ptr, x, mask):
 
 @triton.jit
 def level_pairs(q, k, G, dZ, dA, C: tl.constexpr, K: tl.constexpr):
-    """Of normalised rows q, k [C, K] fp32 and dZ, dA [C, C] bf16: dq, dk, dG [C, K]."""
+    """Of normalised rows q, k [C, K] fp32 and dZ, dA [C, C] as rounded: dq, dk, dG [C, K]."""
     element: tl.constexpr = dZ.dtype
     r = tl.arange(0, C)[:, None]
     i = tl.arange(0, C)[None, :]
     own = tl.where(r == i, dZ, 0.0)
-    qx = q.to(element)
-    kx = k.to(element)
+    qx = rounded(q, element)
+    kx = rounded(k, element)
     dq = tl.dot(own, kx)
     dk = tl.dot(own, qx)
     dG = tl.zeros([C, K], tl.float32)
@@ -48,8 +50,8 @@ def level_pairs(q, k, G, dZ, dA, C: tl.constexpr, K: tl.constexpr):
         Z = tl.where(pairs, dZ, 0.0)
         A = tl.where(pairs, dA, 0.0)
         x = level_factor(G, 2**level, C, K)
-        qx = (q * x).to(element)
-        kx = (k * x).to(element)
+        qx = rounded(q * x, element)
+        kx = rounded(k * x, element)
         by_q = tl.dot(Z, kx)
         dq += x * by_q
         by_k = tl.dot(A, kx)
@@ -59,18 +61,18 @@ def level_pairs(q, k, G, dZ, dA, C: tl.constexpr, K: tl.constexpr):
     return dq, dk, dG
 
 
-@triton.jit(do_not_specialize=["HV", "group", "partials"])
+@triton.jit(do_not_specialize=["q_units", "k_units", "g_units", "HV", "group"])
 def level_gradients_kernel(
-    q_ptr, k_ptr,  # [R, H, K], row strides q_row, k_row, head strides q_head, k_head
-    g_ptr,  # [R, HV, K] as given, row stride g_row, head stride g_head
+    q_ptr, k_ptr,  # [R, H, K], rows q_units, k_units apart
+    g_ptr,  # [R, HV, K] as given, rows g_units apart
     A_log_ptr, dt_bias_ptr,  # [HV], [HV, K] or None
     norms_ptr, cut_ptr,  # as Prepared
-    pairs_ptr, size_ptr,  # [NC, HV, 2, C, C] dZ, dA over size; size fp32, sizes apart
+    pairs_ptr, size_ptr,  # [NC, HV, 2, C, C] dZ, dA over size; size fp32, SIZES apart
     dq_ptr, dk_ptr, dg_ptr,  # [R, HV, K], added to
-    dA_log_ptr, ddt_bias_ptr,  # [NC, HV, partials], [NC, HV, K] fp32, added to, or None
+    dA_log_ptr, ddt_bias_ptr,  # [NC, HV, N], [NC, HV, K] fp32, added to, or None
     chunks_ptr,  # [NC, 4] int32
-    q_row, q_head, k_row, k_head, g_row, g_head, HV, group, partials,
-    sizes: tl.constexpr, K: tl.constexpr, C: tl.constexpr, GATE: tl.constexpr,
+    q_units, k_units, g_units, HV, group,
+    N: tl.constexpr, SIZES: tl.constexpr, K: tl.constexpr, C: tl.constexpr, GATE: tl.constexpr,
 ):  # fmt: skip
     entry = tl.program_id(0).to(tl.int64)
     h = entry % HV
@@ -86,9 +88,9 @@ def level_gradients_kernel(
     live = rows < length
     nq = tl.load(norms_ptr + entry * (2 * C) + rows)
     nk = tl.load(norms_ptr + entry * (2 * C) + C + rows)
-    q = load_tile(q_ptr + first * q_row + hq * q_head, rows, q_row, cols, live, K, K).to(tl.float32) * nq[:, None]
-    k = load_tile(k_ptr + first * k_row + hq * k_head, rows, k_row, cols, live, K, K).to(tl.float32) * nk[:, None]
-    x = load_tile(g_ptr + first * g_row + h * g_head, rows, g_row, cols, live, K, K).to(tl.float32)
+    q = load_rows(q_ptr, q_units, first, hq, rows, cols, live, K).to(tl.float32) * nq[:, None]
+    k = load_rows(k_ptr, k_units, first, hq, rows, cols, live, K).to(tl.float32) * nk[:, None]
+    x = load_rows(g_ptr, g_units, first, h, rows, cols, live, K).to(tl.float32)
     if dt_bias_ptr is not None:
         x += tl.load(dt_bias_ptr + h * K + cols).to(tl.float32)[None, :]
     rate = gate_rate(A_log_ptr, h)
@@ -97,7 +99,7 @@ def level_gradients_kernel(
     late = (rows >= cut)[:, None]
     dZ = tl.where(late, tl.load(pairs_ptr), 0.0)
     dA = tl.where(late, tl.load(pairs_ptr + C * C), 0.0)
-    size = tl.load(size_ptr + entry * sizes)
+    size = tl.load(size_ptr + entry * SIZES)
     dq, dk, dG = level_pairs(q, k, G, dZ, dA, C, K)
     tile = (first * HV + h) * K + rows[:, None] * (HV * K) + cols[None, :]
     mask = live[:, None]
@@ -107,7 +109,7 @@ def level_gradients_kernel(
     dg, dA_log = gate_chain(dg, x, rate, 0.0, GATE, True)
     add_tile(dg_ptr + tile, dg, mask)
     if dA_log_ptr is not None:
-        at = dA_log_ptr + entry * partials
+        at = dA_log_ptr + entry * N
         tl.store(at, tl.load(at) + tl.sum(tl.sum(tl.where(mask, dA_log, 0.0), 0), 0))
     if ddt_bias_ptr is not None:
         add_tile(ddt_bias_ptr + entry * K + cols, tl.sum(dg, 0), cols < K)
@@ -121,11 +123,10 @@ def level_gradients(
 
     Args: norms, cut as Prepared; pairs [NC, HV, 2, C, C] over size; size [NC, HV, n] fp32, the first of the last axis."""
     HV, K, NC = problem.HV, problem.K, plan.num_chunks
-    q, k, g = (as_rows(x) for x in (inputs.q, inputs.k, inputs.g))
+    rows, units = in_units(inputs.q, inputs.k, inputs.g)
     if NC:
-        level_gradients_kernel[(NC * HV,)](
-            q, k, g, contiguous(inputs.A_log), contiguous(inputs.dt_bias), norms, cut, pairs, size, dq, dk, dg, dA_log, ddt_bias,
-            plan.chunks, q.stride(0), q.stride(1), k.stride(0), k.stride(1), g.stride(0), g.stride(1), HV, problem.group,
-            1 if dA_log is None else dA_log.shape[2], sizes=size.stride(1), K=K, C=C, GATE=problem.gate,
-            num_warps=8,
+        operands = (
+            *rows, contiguous(inputs.A_log), contiguous(inputs.dt_bias), norms, cut, pairs, size, dq, dk, dg, dA_log, ddt_bias, plan.chunks
         )  # fmt: skip
+        constants = (1 if dA_log is None else dA_log.shape[2], size.stride(1), K, C, problem.gate)
+        launch(level_gradients_kernel, (NC * HV, 1, 1), operands, (*units, HV, problem.group), constants, warps=8)

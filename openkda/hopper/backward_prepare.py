@@ -16,7 +16,7 @@ The inverse doubles its blocks, 1, 2, 4, 8, 16 rows: X <- X - X L_s X, where L_s
 every iterate is the exact inverse of a block-diagonal part of I + L, so nothing grows.
 
 All results are tiles of one chunk and head, [NC, HV, rows, columns], contiguous and written in full: rows past the end of a sequence are
-zero. Grid (chunk times head,), heads first: blocks that run together share rows of memory. Tiles [C, K] bf16 in registers, fp32 [C, C].
+zero. Grid (chunk times head,), heads first: blocks that run together share rows of memory. Tiles [C, K] rounded in registers, fp32 [C, C].
 """
 
 from __future__ import annotations
@@ -27,9 +27,11 @@ import torch
 import triton
 import triton.language as tl
 
-from openkda.hopper.instructions import divide, exp2
+from openkda.hopper.instructions import divide, exp2, rounded
+from openkda.hopper.launch import packed_rows
+from openkda.hopper.runtime import launch
 from openkda.plan import Plan
-from openkda.portable.tile import LOG2E, as_rows, chunk_bounds, contiguous, load_beta, load_tile, nonzero_beta
+from openkda.portable.tile import LOG2E, chunk_bounds, contiguous, load_beta, load_tile, nonzero_beta
 from openkda.problem import Inputs, Problem
 
 C = 32  # tokens per chunk: the span of the pair factors allows no more
@@ -37,10 +39,10 @@ SPAN = tl.constexpr(32 * 5 * 1.4427)  # bits that two pair factors share at most
 
 
 class Prepared(NamedTuple):
-    """Tiles of every chunk and value head, bf16 unless said otherwise."""
+    """Tiles of every chunk and value head, of `tile_dtype` unless said otherwise."""
 
     Aqk: torch.Tensor  # [NC, HV, C, C]
-    T: torch.Tensor  # [NC, HV, 2, C, C]: rounded to bf16, and what the rounding took: an error here is one of a whole row of r and dv
+    T: torch.Tensor  # [NC, HV, 2, C, C]: rounded, and what the rounding took: an error here is one of a whole row of r and dv
     w: torch.Tensor  # [NC, HV, C, K]
     kg: torch.Tensor  # [NC, HV, C, K]
     qg: torch.Tensor  # [NC, HV, C, K]
@@ -97,6 +99,19 @@ def at_least(x, low):
 
 
 @triton.jit
+def elements(units, ptr):
+    """Elements of ptr's type in so many units of 16 bytes: that rows are whole units, a kernel need not be compiled anew to know."""
+    return units * (128 // ptr.dtype.element_ty.primitive_bitwidth)
+
+
+@triton.jit
+def load_rows(ptr, units, first, h, rows, cols, live, D: tl.constexpr):
+    """Rows from `first` of head h of a tensor [R, heads, D] with packed heads, rows `units` of 16 bytes apart, as a tile [C, D]"""
+    row = elements(units, ptr)
+    return load_tile(ptr + first * row + h * D, rows, row, cols, live, D, D)
+
+
+@triton.jit
 def level_factor(G, S: tl.constexpr, C: tl.constexpr, K: tl.constexpr):
     """2^(G_r - G_a) in rows of odd blocks of S rows, 2^(G_a - G_i) in rows of even ones, a the even block's last row; G [C, K]"""
     odd = (tl.arange(0, C) // S % 2 == 1)[:, None]
@@ -111,13 +126,13 @@ def level_scores(q, k, G, C: tl.constexpr, K: tl.constexpr, element: tl.constexp
     """The decayed q k^T and k k^T [C, C] by levels, of normalised rows q, k [C, K]"""
     r = tl.arange(0, C)[:, None]
     i = tl.arange(0, C)[None, :]
-    Aqk = tl.where(r == i, tl.dot(q.to(element), tl.trans(k.to(element))), 0.0)
+    Aqk = tl.where(r == i, tl.dot(rounded(q, element), tl.trans(rounded(k, element))), 0.0)
     L = tl.zeros([C, C], tl.float32)
     for level in tl.static_range(5):
         x = level_factor(G, 2**level, C, K)
-        kx = (k * x).to(element)
+        kx = rounded(k * x, element)
         pairs = pair_mask(r, i, 2**level)
-        Aqk = tl.where(pairs, tl.dot((q * x).to(element), tl.trans(kx)), Aqk)
+        Aqk = tl.where(pairs, tl.dot(rounded(q * x, element), tl.trans(kx)), Aqk)
         L = tl.where(pairs, tl.dot(kx, tl.trans(kx)), L)
     return Aqk, L
 
@@ -129,22 +144,22 @@ def pair_mask(r, i, S: tl.constexpr):
 
 
 @triton.jit
-def invert_blocks(L, C: tl.constexpr):
+def invert_blocks(L, C: tl.constexpr, P: tl.constexpr):
     """(I + L)^-1 of the strictly lower L [C, C] fp32."""
     r = tl.arange(0, C)[:, None]
     i = tl.arange(0, C)[None, :]
     X = tl.where(r == i, 1.0, tl.where(pair_mask(r, i, 1), -L, 0.0))
-    X = merge_blocks(X, L, r, i, 2)
-    X = merge_blocks(X, L, r, i, 4)
-    X = merge_blocks(X, L, r, i, 8)
-    return merge_blocks(X, L, r, i, 16)
+    X = merge_blocks(X, L, r, i, 2, P)
+    X = merge_blocks(X, L, r, i, 4, P)
+    X = merge_blocks(X, L, r, i, 8, P)
+    return merge_blocks(X, L, r, i, 16, P)
 
 
 @triton.jit
-def merge_blocks(X, L, r, i, S: tl.constexpr):
+def merge_blocks(X, L, r, i, S: tl.constexpr, P: tl.constexpr):
     """Inverses of the diagonal blocks of 2S rows from those of S rows."""
     below = tl.where(pair_mask(r, i, S), L, 0.0)
-    return X - tl.dot(tl.dot(X, below, input_precision="tf32"), X, input_precision="tf32")
+    return X - tl.dot(tl.dot(X, below, input_precision=P), X, input_precision=P)
 
 
 @triton.jit
@@ -152,19 +167,18 @@ def store_kg(ptr, kg, fk, L2NORM: tl.constexpr):
     """Write kg of normalised rows."""
     if not L2NORM:
         kg *= fk[:, None]
-    tl.store(ptr, kg.to(ptr.dtype.element_ty))
+    tl.store(ptr, rounded(kg, ptr.dtype.element_ty))
 
 
-@triton.jit(do_not_specialize=["beta_row", "HV", "group"])
+@triton.jit(do_not_specialize=["q_units", "k_units", "g_units", "HV", "group"], do_not_specialize_on_alignment=["beta_ptr"])
 def prepare_chunk_kernel(
-    q_ptr, k_ptr,  # [R, H, K], row strides q_row, k_row, head strides q_head, k_head
-    g_ptr,  # [R, HV, K] as given, row stride g_row, head stride g_head
-    beta_ptr,  # [R, HV], row stride beta_row
+    q_ptr, k_ptr,  # [R, H, K], rows q_units, k_units apart
+    g_ptr,  # [R, HV, K] as given, rows g_units apart
+    beta_ptr,  # [R, HV]
     A_log_ptr, dt_bias_ptr,  # [HV], [HV, K] or None
     Aqk_ptr, T_ptr, w_ptr, kg_ptr, qg_ptr, decay_ptr, norms_ptr, cut_ptr,  # as Prepared
     chunks_ptr,  # [NC, 4] int32
-    q_row, q_head, k_row, k_head, g_row, g_head, beta_row,
-    scale, lower_bound, shift, HV, group,
+    q_units, k_units, g_units, HV, group, scale, lower_bound, shift,
     K: tl.constexpr, C: tl.constexpr, GATE: tl.constexpr, L2NORM: tl.constexpr, SIGMOID: tl.constexpr, NEG: tl.constexpr,
     LEVELS: tl.constexpr,
 ):  # fmt: skip
@@ -182,10 +196,10 @@ def prepare_chunk_kernel(
     rows = tl.arange(0, C)
     cols = tl.arange(0, K)
     live = rows < length
-    q = load_tile(q_ptr + first * q_row + hq * q_head, rows, q_row, cols, live, K, K).to(tl.float32)
-    k = load_tile(k_ptr + first * k_row + hq * k_head, rows, k_row, cols, live, K, K).to(tl.float32)
-    x = load_tile(g_ptr + first * g_row + h * g_head, rows, g_row, cols, live, K, K).to(tl.float32)
-    beta = nonzero_beta(load_beta(beta_ptr + first * beta_row + h, rows, beta_row, live, SIGMOID, NEG))
+    q = load_rows(q_ptr, q_units, first, hq, rows, cols, live, K).to(tl.float32)
+    k = load_rows(k_ptr, k_units, first, hq, rows, cols, live, K).to(tl.float32)
+    x = load_rows(g_ptr, g_units, first, h, rows, cols, live, K).to(tl.float32)
+    beta = nonzero_beta(load_beta(beta_ptr + first * HV + h, rows, HV, live, SIGMOID, NEG))
     if dt_bias_ptr is not None:
         x += tl.load(dt_bias_ptr + h * K + cols).to(tl.float32)[None, :]
     bits = tl.where(live[:, None], decay_bits(x, gate_rate(A_log_ptr, h), lower_bound, GATE, ANY), 0.0)
@@ -208,7 +222,7 @@ def prepare_chunk_kernel(
         if not LEVELS:
             tl.store(cut_ptr + entry, tl.min(tl.where(tl.min(G, 1) < -2.0 * shift, rows, C), 0))
     up = exp2(N + shift)  # 2^G = up 2^-shift
-    kx = (k * up).to(element)
+    kx = rounded(k * up, element)
     mask = None
     if LEVELS:
         mask = rows[:, None] >= cut
@@ -219,29 +233,41 @@ def prepare_chunk_kernel(
         qx = q * nq[:, None] * up  # in this order: up nq may leave the range
         ky = k * down
         store_kg(kg_ptr + at, ky * exp2(last + shift)[None, :], fk, L2NORM)
-        tl.store(qg_ptr + at, (qx * (fq * exp2(-shift))[:, None]).to(element))
+        tl.store(qg_ptr + at, rounded(qx * (fq * exp2(-shift))[:, None], element))
         tl.store(decay_ptr + entry * K + cols, exp2(last))
         tl.store(norms_ptr + entry * (2 * C) + rows, nq)
         tl.store(norms_ptr + entry * (2 * C) + C + rows, nk)
-        ky = tl.trans(ky.to(element))
-        Aqk = tl.dot(qx.to(element), ky)
+        ky = tl.trans(rounded(ky, element))
+        Aqk = tl.dot(rounded(qx, element), ky)
         L = tl.dot(kx, ky)
     r = rows[:, None]
     i = rows[None, :]
     square = entry * (C * C) + r * C + i
-    tl.store(Aqk_ptr + square, tl.where(r >= i, Aqk * fq[:, None] * fk[None, :], 0.0).to(element), mask=mask)
-    X = invert_blocks(tl.where(r > i, L * (beta * fk)[:, None] * fk[None, :], 0.0), C)
+    tl.store(Aqk_ptr + square, rounded(tl.where(r >= i, Aqk * fq[:, None] * fk[None, :], 0.0), element), mask=mask)
+    X = invert_blocks(tl.where(r > i, L * (beta * fk)[:, None] * fk[None, :], 0.0), C, "tf32x3" if element == tl.float32 else "tf32")
     live_beta = tl.where(live, beta, 0.0)
     T = X * live_beta[None, :]
-    high = T.to(element)
+    high = rounded(T, element)
     square += entry * (C * C)
     tl.store(T_ptr + square, high, mask=mask)
-    tl.store(T_ptr + C * C + square, (T - high.to(tl.float32)).to(element), mask=mask)
+    tl.store(T_ptr + C * C + square, rounded(T - high.to(tl.float32), element), mask=mask)
     # 2^G k = kx 2^-shift; half of that factor now, so that a small beta stays a normal number.
     T = X * (live_beta * fk * -exp2(-0.5 * shift))[None, :]
-    high = T.to(element)
-    w = tl.dot((T - high.to(tl.float32)).to(element), kx, acc=tl.dot(high, kx)) * exp2(-0.5 * shift)
-    tl.store(w_ptr + at, w.to(element), mask=mask)
+    high = rounded(T, element)
+    w = tl.dot(rounded(T - high.to(tl.float32), element), kx, acc=tl.dot(high, kx)) * exp2(-0.5 * shift)
+    tl.store(w_ptr + at, rounded(w, element), mask=mask)
+
+
+def in_units(*tensors: torch.Tensor) -> tuple[list[torch.Tensor], list[int]]:
+    """Tensors [B, T, heads, D] as rows with packed heads, copied where they must be, and units of 16 bytes from row to row."""
+    rows, strides = zip(*map(packed_rows, tensors))
+    return list(rows), [stride * x.element_size() // 16 for x, stride in zip(rows, strides)]
+
+
+def tile_dtype(problem: Problem) -> torch.dtype:
+    """Of the tiles in memory. fp16 has neither the range of the pair factors nor that of gradients times a loss scale: its tiles are fp32
+    rounded to tf32, as fine as fp16."""
+    return torch.bfloat16 if problem.dtype == torch.bfloat16 else torch.float32
 
 
 def half_span(problem: Problem) -> float:
@@ -251,18 +277,16 @@ def half_span(problem: Problem) -> float:
 
 def prepare_chunks(problem: Problem, plan: Plan, inputs: Inputs) -> Prepared:
     """The tiles of every chunk of a plan with C tokens a chunk; unused rows of the plan's table are not written."""
-    HV, K, NC, dtype, device = problem.HV, problem.K, plan.num_chunks, problem.dtype, inputs.q.device
+    HV, K, NC, dtype, device = problem.HV, problem.K, plan.num_chunks, tile_dtype(problem), inputs.q.device
     new = lambda *shape, dtype=dtype: torch.empty(NC, HV, *shape, dtype=dtype, device=device)
     p = Prepared(
         new(C, C), new(2, C, C), new(C, K), new(C, K), new(C, K), new(K, dtype=torch.float32), new(2, C, dtype=torch.float32),
         None if problem.bounded else new(dtype=torch.int32),
     )  # fmt: skip
-    q, k, g, beta = (as_rows(x) for x in (inputs.q, inputs.k, inputs.g, inputs.beta))
+    rows, units = in_units(inputs.q, inputs.k, inputs.g)
+    operands = (*rows, inputs.beta.contiguous(), contiguous(inputs.A_log), contiguous(inputs.dt_bias), *p, plan.chunks)
+    numbers = (*units, HV, problem.group, float(problem.scale), float(problem.lower_bound or 0.0), half_span(problem))
     for levels in ((False,) if problem.bounded else (False, True)) if NC else ():
-        prepare_chunk_kernel[(NC * HV,)](
-            q, k, g, beta, contiguous(inputs.A_log), contiguous(inputs.dt_bias), *p, plan.chunks, q.stride(0), q.stride(1), k.stride(0),
-            k.stride(1), g.stride(0), g.stride(1), beta.stride(0), float(problem.scale), float(problem.lower_bound or 0.0),
-            half_span(problem), HV, problem.group, K=K, C=C, GATE=problem.gate, L2NORM=problem.qk_l2norm, SIGMOID=problem.beta_sigmoid,
-            NEG=problem.neg_eigval, LEVELS=levels, num_warps=4, maxnreg=168,
-        )  # fmt: skip
+        constants = (K, C, problem.gate, problem.qk_l2norm, problem.beta_sigmoid, problem.neg_eigval, levels)
+        launch(prepare_chunk_kernel, (NC * HV, 1, 1), operands, numbers, constants, registers=168)
     return p

@@ -20,7 +20,7 @@ from openkda.plan import Plan
 from openkda.problem import Inputs, Problem
 
 BLOCK_V = 64  # rows of V per block: one warpgroup's product
-STAGES = 4  # chunks in flight
+STAGES = {torch.bfloat16: 4, torch.float32: 2}  # chunks in flight, by the dtype of the tiles
 
 
 @triton.jit
@@ -83,10 +83,10 @@ def both_scans(
 
     Args: do [B, T, HV, V]; dfinal_state (problem.state_shape) or None for zero. tokens: return what token gradients need; initial_state:
     return its gradient; scans: how to run; dv [B, T, HV, V], contiguous: filled with the gradient of v, in place of dr.
-    Returns: h, dh [NC, HV, V, K] (entry states, gradients of exit states), r, dr [NC, HV, V, C], all bf16; dS0 (problem.state_shape,
-    state_dtype); None where not asked for."""
+    Returns: h, dh [NC, HV, V, K] (entry states, gradients of exit states), r, dr [NC, HV, V, C], all in w's dtype; dS0
+    (problem.state_shape, state_dtype); None where not asked for."""
     HV, K, V, NC = problem.HV, problem.K, problem.V, plan.num_chunks
-    new = lambda *shape: torch.empty(NC, HV, *shape, dtype=problem.dtype, device=do.device) if tokens else None
+    new = lambda *shape: torch.empty(NC, HV, *shape, dtype=p.w.dtype, device=do.device) if tokens else None
     h, dh, r, dr = new(V, K), new(V, K), new(V, C), new(V, C) if dv is None else None
     dS0 = torch.empty(problem.state_shape, dtype=problem.state_dtype, device=do.device) if initial_state else None
     (v, v_row), (do, do_row) = packed_rows(inputs.v), packed_rows(do)
@@ -98,5 +98,6 @@ def both_scans(
             entry, exit_ = segment_states(problem, plan, table, scans.tail, p, v, v_row, S0, do, do_row, dS_final, tokens)
         operands = (*p[:6], v, do, S0, dS_final, entry, exit_, h, dh, r, dr, dv, dS0, table.segments, plan.sequences)
         grid = ((2 if tokens else 1) * V // BLOCK_V, HV, NS)
-        launch(scans_kernel, grid, operands, (v_row // 8, do_row // 8, HV), (K, V, C, BLOCK_V, problem.state_v_first, tokens, STAGES))
+        constants = (K, V, C, BLOCK_V, problem.state_v_first, tokens, STAGES[p.w.dtype])
+        launch(scans_kernel, grid, operands, (v_row // 8, do_row // 8, HV), constants)
     return h, dh, r, dr, dS0

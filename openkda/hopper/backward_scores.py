@@ -17,17 +17,19 @@ import torch
 import triton
 import triton.language as tl
 
-from openkda.hopper.backward_prepare import C, Prepared
+from openkda.hopper.backward_prepare import C, Prepared, elements, in_units, load_rows
+from openkda.hopper.instructions import rounded
+from openkda.hopper.runtime import launch
 from openkda.plan import Plan
 from openkda.portable.backward_inputs import load_channels, store_channels
-from openkda.portable.tile import as_rows, chunk_bounds, load_beta, load_tile, nonzero_beta
+from openkda.portable.tile import chunk_bounds, load_beta, load_tile, nonzero_beta
 from openkda.problem import Inputs, Problem
 
 
 class ScoreGradients(NamedTuple):
     """What the channels' gradients need of a chunk."""
 
-    pairs: torch.Tensor  # [NC, HV, 2, C, C] bf16: dZ, dA over size
+    pairs: torch.Tensor  # [NC, HV, 2, C, C], of tile_dtype: dZ, dA over size
     sums: torch.Tensor  # [NC, HV, 3, C] fp32: q.dq / |q|, k.dk / |k|, size (in every element)
 
 
@@ -49,18 +51,17 @@ def row_factors(nq, nk, live, scale, L2NORM: tl.constexpr):
     return fq, fk
 
 
-@triton.jit(do_not_specialize=["beta_row", "HV"])
+@triton.jit(do_not_specialize=["v_units", "do_units", "HV"], do_not_specialize_on_alignment=["beta_ptr"])
 def score_gradients_kernel(
-    v_ptr, do_ptr,  # [R, HV, V], row strides v_row, do_row, head strides v_head, do_head
+    v_ptr, do_ptr,  # [R, HV, V], rows v_units, do_units apart
     o_ptr,  # [R, HV, V], contiguous
-    beta_ptr,  # [R, HV], row stride beta_row
+    beta_ptr,  # [R, HV]
     T_ptr, norms_ptr,  # as Prepared
-    r_ptr, dr_ptr,  # [NC, HV, V, C]
+    r_ptr, dr_ptr,  # [NC, HV, V, C]; dr is replaced by dD, rounded
     dv_ptr, dbeta_ptr,  # [R, HV, V], [R, HV]
     pairs_ptr, sums_ptr,  # as ScoreGradients
     chunks_ptr,  # [NC, 4] int32
-    v_row, v_head, do_row, do_head, beta_row,
-    scale, HV,
+    v_units, do_units, HV, scale,
     V: tl.constexpr, C: tl.constexpr, L2NORM: tl.constexpr, SIGMOID: tl.constexpr, NEG: tl.constexpr,
 ):  # fmt: skip
     entry = tl.program_id(0).to(tl.int64)
@@ -77,20 +78,23 @@ def score_gradients_kernel(
     T = tl.load(T_ptr + entry * (2 * C * C) + square)
     rest = tl.load(T_ptr + entry * (2 * C * C) + C * C + square)
     r = tl.load(r_ptr + entry * (C * V) + vv[:, None] * C + rows[None, :])
-    do = load_tile(do_ptr + first * do_row + h * do_head, rows, do_row, vv, live, V, V)
-    beta = load_beta(beta_ptr + first * beta_row + h, rows, beta_row, live, SIGMOID, NEG)
+    do = load_rows(do_ptr, do_units, first, h, rows, vv, live, V)
+    beta = load_beta(beta_ptr + first * HV + h, rows, HV, live, SIGMOID, NEG)
     nq = tl.load(norms_ptr + entry * (2 * C) + rows)
     nk = tl.load(norms_ptr + entry * (2 * C) + C + rows)
     fq, fk = row_factors(nq, nk, live, scale, L2NORM)
     if L2NORM:
-        v = load_channels(v_ptr + first * v_row + h * v_head, rows, v_row, vv, live, V, V)
+        v_row = elements(v_units, v_ptr)
+        v = load_channels(v_ptr + first * v_row + h * V, rows, v_row, vv, live, V, V)
         o = load_tile(o_ptr + at * V, rows, HV * V, vv, live, V, V)
         o_do = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
 
     dD = tl.dot(dr, rest, acc=tl.dot(dr, T))  # [V, C]
     store_channels(dv_ptr + at * V, dD, rows, HV * V, vv, live, V, V)
-    dZ = tl.dot(do, r)
-    N = tl.dot(tl.trans(dD.to(r.dtype)), r)
+    dZ = tl.dot(do.to(r.dtype), r)
+    D = rounded(dD, r.dtype)
+    tl.store(dr_ptr + entry * (C * V) + vv[:, None] * C + rows[None, :], D)
+    N = tl.dot(tl.trans(D), r)
     i = rows[None, :]
     floor = nonzero_beta(beta)
     beta_dbeta = tl.sum(r.to(tl.float32) * dD, 0) / floor  # N_rr from the unrounded dD
@@ -102,8 +106,8 @@ def score_gradients_kernel(
     dA = tl.where(rows[:, None] > i, N * -fk[:, None] * fk[None, :], 0.0)
     size = power_of_two(tl.max(tl.max(tl.maximum(tl.abs(dZ), tl.abs(dA)), 1), 0))
     pairs_ptr += entry * (2 * C * C) + square
-    tl.store(pairs_ptr, (dZ / size).to(r.dtype))
-    tl.store(pairs_ptr + C * C, (dA / size).to(r.dtype))
+    tl.store(pairs_ptr, rounded(dZ / size, r.dtype))
+    tl.store(pairs_ptr + C * C, rounded(dA / size, r.dtype))
     sums_ptr += entry * (3 * C) + rows
     tl.store(sums_ptr + 2 * C, size + tl.zeros([C], tl.float32))
     if L2NORM:
@@ -117,15 +121,13 @@ def score_gradients(
 ) -> ScoreGradients:  # fmt: skip
     """Write dv [B, T, HV, V] and dbeta [B, T, HV]; return what backward_chunk.py needs.
 
-    Args: o, do [B, T, HV, V]; r, dr [NC, HV, V, C] from both_scans."""
+    Args: o, do [B, T, HV, V]; r, dr [NC, HV, V, C] from both_scans; dr is replaced by dD, rounded."""
     HV, NC, device = problem.HV, plan.num_chunks, do.device
-    pairs = torch.empty(NC, HV, 2, C, C, dtype=problem.dtype, device=device)
+    pairs = torch.empty(NC, HV, 2, C, C, dtype=r.dtype, device=device)
     sums = torch.empty(NC, HV, 3, C, dtype=torch.float32, device=device)
-    v, do, beta = as_rows(inputs.v), as_rows(do), as_rows(inputs.beta)
+    rows, units = in_units(inputs.v, do)
     if NC:
-        score_gradients_kernel[(NC * HV,)](
-            v, do, o.contiguous(), beta, p.T, p.norms, r, dr, dv, dbeta, pairs, sums, plan.chunks, v.stride(0), v.stride(1), do.stride(0),
-            do.stride(1), beta.stride(0), float(problem.scale), HV, V=problem.V, C=C, L2NORM=problem.qk_l2norm,
-            SIGMOID=problem.beta_sigmoid, NEG=problem.neg_eigval, num_warps=4,
-        )  # fmt: skip
+        operands = (*rows, o.contiguous(), inputs.beta.contiguous(), p.T, p.norms, r, dr, dv, dbeta, pairs, sums, plan.chunks)
+        constants = (problem.V, C, problem.qk_l2norm, problem.beta_sigmoid, problem.neg_eigval)
+        launch(score_gradients_kernel, (NC * HV, 1, 1), operands, (*units, HV, float(problem.scale)), constants)
     return ScoreGradients(pairs, sums)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from openkda.hopper.instructions import rounded
 from openkda.hopper.segments import COLUMNS
 from openkda.portable.backward_inputs import store_channels
 from openkda.portable.tile import load_tile
@@ -60,11 +61,11 @@ def forward_steps(
         w = tl.load(w_ptr + entry * (C * K) + tile)
         kg = tl.load(kg_ptr + entry * (C * K) + tile)
         decay = tl.load(decay_ptr + entry * K + kk)
-        Sb = S.to(w.dtype)
+        Sb = rounded(S, w.dtype)
         if h_ptr is not None:
             tl.store(h_ptr + entry * (K * V) + vv[:, None] * K + kk[None, :], Sb)
-        r = tl.dot(tl.trans(v), tl.trans(rest), acc=tl.dot(tl.trans(v), tl.trans(T)))
-        r = tl.dot(Sb, tl.trans(w), acc=r).to(w.dtype)
+        r = tl.dot(tl.trans(v.to(w.dtype)), tl.trans(rest), acc=tl.dot(tl.trans(v.to(w.dtype)), tl.trans(T)))
+        r = rounded(tl.dot(Sb, tl.trans(w), acc=r), w.dtype)
         if r_ptr is not None:
             tl.store(r_ptr + entry * (C * V) + vv[:, None] * C + rows[None, :], r)
         S = tl.dot(r, kg, acc=S * decay[None, :])
@@ -92,11 +93,11 @@ def reverse_steps(
         qg = tl.load(qg_ptr + entry * (C * K) + tile)
         w = tl.load(w_ptr + entry * (C * K) + tile)
         decay = tl.load(decay_ptr + entry * K + kk)
-        dSb = dS.to(w.dtype)
+        dSb = rounded(dS, w.dtype)
         if dh_ptr is not None:
             tl.store(dh_ptr + entry * (K * V) + vv[:, None] * K + kk[None, :], dSb)
-        dr = tl.dot(tl.trans(do), Aqk)
-        dr = tl.dot(dSb, tl.trans(kg), acc=dr).to(w.dtype)
+        dr = tl.dot(tl.trans(do.to(w.dtype)), Aqk)
+        dr = rounded(tl.dot(dSb, tl.trans(kg), acc=dr), w.dtype)
         if dr_ptr is not None:
             tl.store(dr_ptr + entry * (C * V) + vv[:, None] * C + rows[None, :], dr)
         if dv_ptr is not None:
@@ -104,7 +105,7 @@ def reverse_steps(
             rest = tl.load(T_ptr + entry * (2 * C * C) + C * C + square)
             dv = tl.dot(dr, rest, acc=tl.dot(dr, T))
             store_channels(dv_ptr + ((first + c * C) * HV + h) * V, dv, rows, HV * V, vv, rows < length - c * C, V, BV)
-        dS = tl.dot(tl.trans(do), qg, acc=dS * decay[None, :])
+        dS = tl.dot(tl.trans(do.to(w.dtype)), qg, acc=dS * decay[None, :])
         dS = tl.dot(dr, w, acc=dS)
     return dS
 
@@ -119,6 +120,6 @@ def map_steps(w_ptr, kg_ptr, decay_ptr, chunk, count, h, rows, HV, K: tl.constex
         w = tl.load(w_ptr + entry * (C * K) + tile)
         kg = tl.load(kg_ptr + entry * (C * K) + tile)
         decay = tl.load(decay_ptr + entry * K + tl.arange(0, K))
-        r = tl.dot(M.to(w.dtype), tl.trans(w)).to(w.dtype)
+        r = rounded(tl.dot(rounded(M, w.dtype), tl.trans(w)), w.dtype)
         M = tl.dot(r, kg, acc=M * decay[None, :])
     return M

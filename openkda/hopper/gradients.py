@@ -1,9 +1,9 @@
 """The Hopper backward: prepare_operands -> both scans in one launch -> the gradients of each chunk in one kernel (fused_gradients), what
-rows of very fast gates add (fused_levels), and the sums over chunks. Under the interpreter, which knows no Gluon: prepare_chunks -> scans
--> score_gradients -> chunk_gradients -> level_gradients -> sums. See docs/backward.md.
+rows of very fast gates add (fused_levels), and the sums over chunks. For fp16, in tiles of tf32, and under the interpreter, which knows no
+Gluon: prepare_chunks -> scans -> score_gradients -> chunk_gradients -> level_gradients -> sums. See docs/backward.md.
 
 Shaped for Hopper's matrix unit: chunks of 32 tokens, states transposed. What passes through memory, per token and value head: w, kg, qg (K
-each), Aqk (C), T (2 C), r, dv (V each) in bf16, and per chunk h and dh [V, K].
+each), Aqk (C), T (2 C), r, dv (V each), and per chunk h and dh [V, K].
 
 On a device the call is rehearsed once per problem (rehearsal.py): later calls allocate the gradients and one workspace, and launch."""
 
@@ -37,7 +37,7 @@ STRIDED = 5  # operands whose rows may lie apart: q, k, v, g, do
 
 
 def steps(
-    problem: Problem, plan: Plan, inputs: Inputs, needs: tuple[bool, ...], scans: Scans, o: torch.Tensor | None, do: torch.Tensor,
+    problem: Problem, plan: Plan, inputs: Inputs, needs: tuple[bool, ...], scans: Scans, o: torch.Tensor, do: torch.Tensor,
     dfinal_state: torch.Tensor | None, zero: bool, fused: bool,
 ) -> list[torch.Tensor | None]:  # fmt: skip
     """Gradients of q, k (per value head, in fp32 where there are several), v, g, beta, A_log, dt_bias, initial_state; None where `needs` is
@@ -64,7 +64,7 @@ def steps(
                 fused_levels(problem, plan, inputs, p.norms, p.cut, pairs, size, dq, dk, dg, dA_log, ddt_bias)
         else:
             scores = score_gradients(problem, plan, inputs, p, o, do, r, dr, dv, dbeta)
-            dA_log, ddt_bias = chunk_gradients(problem, plan, inputs, p, scores, do, h, dh, r, dv, dq, dk, dg)
+            dA_log, ddt_bias = chunk_gradients(problem, plan, inputs, p, scores, do, h, dh, r, dr, dq, dk, dg)
             if p.cut is not None:
                 level_gradients(problem, plan, inputs, p.norms, p.cut, scores.pairs, scores.sums[:, :, 2], dq, dk, dg, dA_log, ddt_bias)
         found = [dq, dk, dv, dg, dbeta, *parameter_gradients(problem, plan, inputs, dA_log, ddt_bias)]
@@ -119,13 +119,14 @@ def script(
     )
     state = p.state_dtype if p.has_initial_state else None
     given = (
-        q, k, v, g, do, new(p.beta_dtype, p.B, p.T, p.HV), new(kinds[0], p.HV), new(kinds[1], p.HV, p.K), new(state, *p.state_shape),
-        new(kinds[2], p.N + 1), new(of_state, *p.state_shape), new(torch.int32, NC, 4), new(torch.int32, p.N, 4),
+        q, k, v, g, do, new(p.dtype, p.B, p.T, p.HV, p.V), new(p.beta_dtype, p.B, p.T, p.HV), new(kinds[0], p.HV), new(kinds[1], p.HV, p.K),
+        new(state, *p.state_shape), new(kinds[2], p.N + 1), new(of_state, *p.state_shape), new(torch.int32, NC, 4),
+        new(torch.int32, p.N, 4),
     )  # fmt: skip
 
-    def call(q, k, v, g, do, beta, A_log, dt_bias, initial_state, cu_seqlens, dfinal_state, chunks, sequences):
+    def call(q, k, v, g, do, o, beta, A_log, dt_bias, initial_state, cu_seqlens, dfinal_state, chunks, sequences):
         inputs = Inputs(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens)
-        return steps(p, Plan(chunks, sequences, C), inputs, needs, scans, None, do, dfinal_state, False, True)
+        return steps(p, Plan(chunks, sequences, C), inputs, needs, scans, o, do, dfinal_state, False, p.dtype == torch.bfloat16)
 
     return rehearse(call, given, not zero)
 
@@ -176,7 +177,7 @@ def gradients(
         found = steps(p, plan, x, needs, scans, o, do, dfinal_state, zero, False)
     else:
         operands: Tensors = (
-            x.q, x.k, x.v, x.g, do, x.beta, x.A_log, x.dt_bias, x.initial_state, x.cu_seqlens, dfinal_state, plan.chunks, plan.sequences
+            x.q, x.k, x.v, x.g, do, o, x.beta, x.A_log, x.dt_bias, x.initial_state, x.cu_seqlens, dfinal_state, plan.chunks, plan.sequences
         )  # fmt: skip
         strides = None
         addresses = [0 if t is None else t.data_ptr() for t in operands]

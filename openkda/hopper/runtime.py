@@ -215,21 +215,27 @@ def start(make: Callable[..., Launch], key: tuple, operands: Sequence[torch.Tens
     if device.type == "cpu":  # Triton's interpreter, which takes tensors
         x = make(*key)
         args = [operands[a.operand] if isinstance(a, Pointer) else a for a in x.args]
-        x.kernel[x.grid](*args, *x.constants, num_warps=x.num_warps)
+        x.kernel[x.grid](*args, *x.constants, num_warps=x.num_warps, maxnreg=x.registers)
         return
     addresses = [0 if x is None else x.data_ptr() for x in operands]
     stream = torch._C._cuda_getCurrentRawStream(device.index)
     run([_ready(make, key, device.index).bind(addresses, stream)], device.index)
 
 
-def plain(kernel: triton.JITFunction, grid: tuple[int, int, int], dtypes: tuple, numbers: tuple, constants: tuple) -> Launch:
-    """A launch by 4 warps whose parameters are its operands in order (dtypes; None: absent), then numbers, then constants."""
-    return Launch(kernel, grid, (*(None if x is None else Pointer(i, x) for i, x in enumerate(dtypes)), *numbers), constants, 4)
+def plain(
+    kernel: triton.JITFunction, grid: tuple[int, int, int], dtypes: tuple, numbers: tuple, constants: tuple, warps: int,
+    registers: int | None,
+) -> Launch:  # fmt: skip
+    """A launch whose parameters are its operands in order (dtypes; None: absent), then numbers, then constants."""
+    args = (*(None if x is None else Pointer(i, x) for i, x in enumerate(dtypes)), *numbers)
+    return Launch(kernel, grid, args, constants, warps, registers=registers)
 
 
 def launch(
-    kernel: triton.JITFunction, grid: tuple[int, int, int], operands: Sequence[torch.Tensor | None], numbers: tuple, constants: tuple
-) -> None:
+    kernel: triton.JITFunction, grid: tuple[int, int, int], operands: Sequence[torch.Tensor | None], numbers: tuple, constants: tuple,
+    *, warps: int = 4, registers: int | None = None,
+) -> None:  # fmt: skip
     """Launch a `plain` kernel. Operands are 16-byte aligned."""
     device = next(x.device for x in operands if x is not None)
-    start(plain, (kernel, grid, tuple(x if x is None else x.dtype for x in operands), numbers, constants), operands, device)
+    dtypes = tuple(x if x is None else x.dtype for x in operands)
+    start(plain, (kernel, grid, dtypes, numbers, constants, warps, registers), operands, device)
