@@ -3,7 +3,7 @@
 import torch
 
 from openkda.hopper import config
-from openkda.hopper.config import Config, base_tiles
+from openkda.hopper.config import TAIL, Config, base_tiles, own_tail_blocks
 from openkda.testing import make_case
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -15,19 +15,22 @@ def case(regime="init", **kw):
     return make_case(regime, **{**dict(H=2, K=128, dtype=BF16, state_v_first=True, device="cuda"), **kw})
 
 
-def split_config(problem, how, steps=4):
-    """A Config that cuts sequences as asked whatever their number."""
+def split_config(problem, how, steps=4, tail=TAIL):
+    """A Config that cuts sequences as asked whatever their number; segments with their own tails are no longer than the ring allows."""
     if how == "full":
         return Config(base_tiles(problem, config.FULL))
     if how == "half":
         return Config(base_tiles(problem, config.HALF))
     if how.startswith("turns"):
         return Config(base_tiles(problem, config.HALF if how == "turns half" else config.FULL, split="turns"))
-    state = base_tiles(problem, config.PAIRS, outputs=False, split="state")
     if how == "tails":
         first = base_tiles(problem, config.FULL, split="tails")
-        return Config(first, steps, min(2, steps), None, base_tiles(problem, config.HALF, split="whole"))
+        steps = min(steps, (own_tail_blocks(first) - tail) // 2)
+        return Config(first, steps, tail, None, base_tiles(problem, config.HALF, split="whole"))
+    tail = min(tail, 2 * steps)
     if how == "summaries":
-        return Config(base_tiles(problem, config.FULL, split="segments"), steps, min(2, steps), state)
+        state = base_tiles(problem, config.PAIRS, outputs=False, split="state")
+        return Config(base_tiles(problem, config.FULL, split="segments"), steps, tail, state)
+    state = base_tiles(problem, config.PAIRS, outputs=False, split="state")
     whole = base_tiles(problem, config.HALF, split="whole")
-    return Config(base_tiles(problem, config.FULL, split="segments_all"), steps, min(2, steps), state, whole)
+    return Config(base_tiles(problem, config.FULL, split="segments_all"), steps, tail, state, whole)

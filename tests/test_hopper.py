@@ -54,6 +54,14 @@ def test_what_must_not_be_dropped(how, slow):
     check(c, split_config(c.described()[0], how))
 
 
+@pytest.mark.parametrize("bounded", [True, False], ids=["bounded", "softplus"])
+@pytest.mark.parametrize(("how", "tail"), [("tails", 1), ("tails", 3), ("summaries", 3), ("whole", 1)])
+def test_tails_of_odd_blocks(how, tail, bounded):
+    for regime in ("random", "mixed"):
+        c = case(regime, T=400, bounded=bounded)
+        check(c, split_config(c.described()[0], how, steps=1 if how == "tails" else 4, tail=tail))
+
+
 @pytest.mark.parametrize("T", [1, 2, 15, 16, 17, 31, 32, 33, 63, 65])
 def test_tails(T):
     check(case("random", T=T, B=2))

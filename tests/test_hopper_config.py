@@ -16,9 +16,22 @@ from triton.runtime.jit import JITFunction
 
 import openkda.hopper
 import openkda.portable
-from openkda.hopper import driver, kept, launch, runtime, why_not
+from openkda.hopper import config, driver, kept, launch, runtime, why_not
 from openkda.hopper.compat import Loaded, loaded
-from openkda.hopper.config import COSTS, MULTIPROCESSORS, SHARED_BYTES, STEP, Cut, choose, expected, group_bytes, makespan
+from openkda.hopper.config import (
+    COSTS,
+    MULTIPROCESSORS,
+    SHARED_BYTES,
+    STEP,
+    TAIL,
+    Cut,
+    base_tiles,
+    choose,
+    expected,
+    group_bytes,
+    makespan,
+    own_tail_blocks,
+)
 from openkda.hopper.runtime import Launch, Matrix, Pointer, Ready
 from openkda.hopper.scan import DROP_BITS
 from openkda.hopper.tiles import stack_layout
@@ -62,21 +75,34 @@ def test_served(problem, change):
 @pytest.mark.parametrize("H", [1, 4, 12, 16, 40, 64, 96, 200])
 def test_choice_is_pure_and_fits_the_device(problem, T, H):
     p = problem.replace(T=T, H=H, HV=H)
-    config = choose(p)
-    assert config == choose.__wrapped__(p)
-    assert config.reason
-    for tiles in (config.forward, config.state, config.whole):
+    found = choose(p)
+    assert found == choose.__wrapped__(p)
+    assert found.reason
+    for tiles in (found.forward, found.state, found.whole):
         if tiles is not None:
             assert tiles.groups >= 2
             assert tiles.groups * group_bytes(tiles, p.gate_dtype.itemsize) < SHARED_BYTES
-    if config.steps:
-        assert 1 <= config.tail <= (2 if config.forward.split == "tails" else config.steps)
+    if found.steps:
+        assert 1 <= found.tail <= min(TAIL, 2 * found.steps if found.state else TAIL)
+        if found.forward.split == "tails":
+            assert 2 * found.steps + found.tail <= own_tail_blocks(found.forward)
 
 
 def test_lengths_choose_among_few_kernels(problem):
     for H in (4, 16, 40, 64):
         tiles = {(c.forward, c.state, c.whole) for c in (choose(problem.replace(T=T, H=H, HV=H)) for T in range(16, 70000, 517))}
         assert len(tiles) <= 4
+
+
+@pytest.mark.parametrize("gate_dtype", [torch.bfloat16, torch.float32])
+def test_own_tails_stay_in_the_ring(problem, gate_dtype):
+    p = problem.replace(gate_dtype=gate_dtype)
+    most = own_tail_blocks(base_tiles(p, config.FULL, split="tails"))
+    kinds = (torch.float32, torch.float32, None)
+    fits = config.config_of(p, Cut("tails", "half", most // 2 - 2, 4), (0.0, 0.0))
+    assert len(launch.launches(p, fits, None, kinds)[0]) == 2
+    with pytest.raises(ValueError, match=f"at most {most} blocks"):
+        launch.launches(p, replace(fits, tail=5), None, kinds)
 
 
 def test_makespan_counts_waves_and_work():
@@ -94,7 +120,7 @@ def test_a_long_sequence_is_cut_as_if_it_were_alone(problem):
     assert alone.steps <= together.steps <= 2 * alone.steps and together.steps * STEP > 300
     assert together == choose(p, tuple(reversed(lengths)))
     unsplit, cut = (
-        expected(way, [(512, 1.0), (5, 60.0)], 16, COSTS["product"]) for way in (Cut("unsplit", "half"), Cut("summaries", "full", 64, 2))
+        expected(way, [(512, 1.0), (5, 60.0)], 16, COSTS["product"]) for way in (Cut("unsplit", "half"), Cut("summaries", "full", 64, 4))
     )
     assert max(cut) < unsplit[0]
 

@@ -92,7 +92,7 @@ def test_chain_of_summaries(known, device):
         whole = torch.cat((whole, whole, whole))
         whole[1, 5], whole[2, 6] = S, 1
     assert interpreted() or device.type == "cuda"  # importing it also repairs the interpreter's bf16
-    combine_kernel[(1, HV, K // 16)](summary, entry, flags, whole, HV, flags.shape[1], N, K, K, 16, False, num_warps=4)
+    combine_kernel[(1, HV, K // 16)](summary, entry, flags, whole, HV, flags.shape[1], N, K, K, 16, False, True, num_warps=4)
     if N > 1:
         assert torch.equal(entry[1:S], entry[S + 1 :])
         entry = entry[:S]

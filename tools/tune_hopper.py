@@ -65,18 +65,18 @@ def costs(gate: str) -> Costs:
         for shape, heads in (("full", 128), ("half", 64)):
             p, x = case(f"T{tokens}_H{heads}", "init", gate)
             add(shape, tokens / 32, stages(p, x, config(p, "unsplit", shape))[0])
-    for tokens, heads, steps, tail in ((1024, 4, 1, 2), (4096, 8, 8, 2)):
+    for tokens, heads, steps, tail in ((1024, 4, 1, 2), (2048, 8, 4, 4)):
         p, x = case(f"T{tokens}_H{heads}", "random", gate)
-        add("own", steps + tail, stages(p, x, config(p, "tails", "half", steps, tail))[0])
+        add("own", steps + tail / 2, stages(p, x, config(p, "tails", "half", steps, tail))[0])
     for tokens in (2048, 8192):
         p, x = case(f"T{tokens}_H16", "init", gate)
         steps = tokens // 256
-        tails, summaries, chain, forward = stages(p, x, config(p, "summaries", "full", steps, 2))
+        tails, summaries, chain, forward = stages(p, x, config(p, "summaries", "full", steps, 4))
         add("tails", 2, tails), add("state", steps, summaries), add("entry", steps, forward), add("chain", 7, chain)
     p, x = case("T8192_H8", "init", gate)
-    add("chain", 15, stages(p, x, config(p, "summaries", "full", 16, 2))[2])
+    add("chain", 15, stages(p, x, config(p, "summaries", "full", 16, 4))[2])
     p, x = case("T8192_H16", "random", gate)
-    idle = stages(p, x, config(p, "summaries", "full", 32, 2))[1]
+    idle = stages(p, x, config(p, "summaries", "full", 32, 4))[1]
     (full, start), (half, half_start), (own, _), (state, summary_start), (_, entry_start), (link, _) = (
         line(found[0], found[-1]) for found in (points[n] for n in ("full", "half", "own", "state", "entry", "chain"))
     )
@@ -89,11 +89,11 @@ def ways(problem: Problem, steps: list[int]) -> Iterator[tuple[str, Config]]:
     for shape in ("full", "half"):
         yield shape, config(problem, "unsplit", shape)
     for length in steps:
-        tail = min(forms.TAIL, length)
+        tail = min(forms.TAIL, 2 * length)
         yield f"{length} summaries", config(problem, "summaries", "full", length, tail)
         for shape in ("full", "half"):
             yield f"{length} whole, {shape}", config(problem, "whole", shape, length, tail)
-            if length <= forms.OWN_TAIL_STEPS:
+            if 2 * length + tail <= forms.own_tail_blocks(forms.base_tiles(problem, forms.FULL, split="tails")):
                 yield f"{length} own tails, {shape}", config(problem, "tails", shape, length, tail)
 
 

@@ -193,7 +193,7 @@ def portable_backward_stages(p: Problem) -> list[Stage]:
 def hopper_stages(p: Problem) -> list[Stage]:
     """openkda/hopper/launch.py: one kernel keeps every intermediate of a chunk in shared memory and registers. Where few heads meet long
     sequences, these are cut into segments, whose entry states come first."""
-    from openkda.hopper.config import STEP, choose
+    from openkda.hopper.config import BLOCK, STEP, choose
 
     config, given = choose(p), inputs(p)
     state = (given["initial_state"],) if p.has_initial_state else ()
@@ -209,7 +209,7 @@ def hopper_stages(p: Problem) -> list[Stage]:
     cut = min(NS, 2 * max(1, p.T // tokens)) if p.varlen else NS  # segments of sequences that are cut
     entry = Item("entry", (cut, p.HV, p.V, p.K), torch.float32)
     read = (given["k"], given["v"], *gate, given["beta"], *state)
-    tail = f"{STEP * config.tail} tokens before a segment"
+    tail = f"{BLOCK * config.tail} tokens before a segment"
     unsplit = f"{p.N} sequences x {p.HV} heads x {p.V // (config.whole or config.forward).R}"
     whole = Stage("whole", f"{HOPPER_WORK}, of heads whose tails do not suffice", unsplit, (*given.values(), known), outputs(p))
     if config.forward.split == "tails":

@@ -39,6 +39,7 @@ class Tiles:
     chunk: int  # tokens from one chunk-entry state to the next; 0: none are written
     split: str  # which work a block takes from the segment table: "none", "turns", "tails", ... (locate in segments.py)
     pdl: bool
+    fixed: bool  # the segment table lies ready: no launch of the call writes it
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class Config:
 
     forward: Tiles
     steps: int = 0  # at most so many steps a segment; 0: sequences are not split
-    tail: int = 0  # steps before a segment from which its entry state is tried
+    tail: int = 0  # blocks before a segment from which its entry state is tried
     state: Tiles | None = None  # of the state-only passes
     whole: Tiles | None = None  # where a tail does not suffice: the sequence runs unsplit with these tiles; None: summaries of its segments
     reason: str = ""
@@ -66,11 +67,11 @@ def base_tiles(problem: Problem, shape: dict, **changes: object) -> Tiles:
     form = "levels" if p.dtype == torch.float16 else "product" if p.bounded else "halves"
     fields = dict(
         K=p.K, V=p.V, outputs=True, gate=gate, l2norm=p.qk_l2norm, state_v_first=p.state_v_first, split="none", pdl=False,
-        chunk=p.chunk_size if p.return_intermediate_states and changes.get("outputs", True) else 0,
+        fixed=not p.varlen, chunk=p.chunk_size if p.return_intermediate_states and changes.get("outputs", True) else 0,
         beta="given" if not p.beta_sigmoid else "twice" if p.neg_eigval else "sigmoid",
         form=form, kg=form != "product",
     )  # fmt: skip
-    if form == "halves" and shape is FULL and changes.get("split") != "tails":  # all that the scan can spare where it has no tail to run
+    if (form == "halves" or changes.get("split") == "tails") and shape is FULL:  # all that the scan can spare where it has no tail to run
         shape = {**shape, "prep_regs": shape["prep_regs"] + 8}
     tiles = Tiles(**{**fields, **shape, **changes})
     per_group = group_bytes(tiles, p.gate_dtype.itemsize)
@@ -88,11 +89,15 @@ def group_bytes(tiles: Tiles, gate_bytes: int) -> int:
 
 
 MULTIPROCESSORS = 132
-TAIL = 2  # most steps of a tail: 64 tokens
-OWN_TAIL_STEPS = 8  # longest segments that begin with their own tail
+TAIL = 4  # most blocks of a tail: 64 tokens
 PARTS = (2, 3, 4, 5, 6, 8, 11, 12, 16, 22, 24, 32)  # into how many segments the longest sequence may be cut
 SAMPLE = 64  # lengths that stand for all of a larger batch in the choice
 WORKSPACE = 512 * 2**20  # bytes that entry states and summaries may take
+
+
+def own_tail_blocks(tiles: Tiles) -> int:
+    """How many blocks of 16 tokens a segment has at most, with its own tail: the tail's tiles stay in the ring (own.py)"""
+    return 4 * tiles.groups
 
 
 @dataclass(frozen=True)
@@ -173,10 +178,10 @@ def expected(cut: Cut, batch: Batch, HV: int, costs: Costs) -> tuple[float, floa
     parts = [-(-n // cut.steps) for n, _ in long]
     pieces = [(-(-n // k), copies * k) for (n, copies), k in zip(long, parts)]
     if cut.how == "tails":
-        first = max(forward([(n + cut.tail, copies) for n, copies in pieces], c.own), forward(short))
+        first = max(forward([(n + cut.tail / 2, copies) for n, copies in pieces], c.own), forward(short))
         return first + c.gap + c.idle, first + c.gap + unsplit(long)  # a block whose tail fails still drains its tiles
     inner = [(n, copies * (k - 1) / k * HV) for (n, copies), k in zip(pieces, parts)]  # all segments but the last of each sequence
-    tails = makespan([(c.tail_start + c.state * cut.tail, copies) for _, copies in inner])
+    tails = makespan([(c.tail_start + c.state * cut.tail / 2, copies) for _, copies in inner])
     every = forward(sorted(pieces + short, reverse=True), start=c.entry_start)
     if cut.how == "whole":
         return tails + idle(long) + every, tails + unsplit(long) + max(forward(short), idle(pieces))
@@ -213,12 +218,13 @@ def choose(problem: Problem, lengths: tuple[int, ...] | None = None) -> Config:
     shapes = ("half",) if p.V == 64 else ("full", "half")
     found = [Cut("unsplit", shape) for shape in shapes]
     if p.K == p.V == 128:
+        held = own_tail_blocks(base_tiles(p, FULL, split="tails"))
         for steps in dict.fromkeys(-(-longest // parts) for parts in PARTS if parts <= longest):
-            # A bounded gate that forgets at all does so in 32 tokens; one of softplus form in 64.
-            tail = max(1, min(TAIL, steps // 4)) if p.bounded else TAIL
-            if steps <= OWN_TAIL_STEPS:
+            # A bounded gate that forgets at all does so in 32 tokens; one of softplus form in 48.
+            tail = min(TAIL, max(2 if p.bounded else 3, 2 * (steps // 4)))
+            if 2 * steps + tail <= held:
                 found += [Cut("tails", shape, steps, tail) for shape in shapes]
-            tail = min(tail, steps)
+            tail = min(tail, 2 * steps)
             found += [Cut("whole", shape, steps, tail) for shape in shapes]
             if 3 * (p.N + p.B * p.T // (STEP * steps)) * p.HV * p.K * p.V * 4 <= WORKSPACE:
                 found.append(Cut("summaries", "full", steps, tail))

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from openkda.hopper import prefill, segments
-from openkda.hopper.config import BLOCK, MULTIPROCESSORS, STEP, Config, Tiles, choose
+from openkda.hopper.config import BLOCK, MULTIPROCESSORS, STEP, Config, Tiles, choose, own_tail_blocks
 from openkda.hopper.runtime import Launch, Matrix, Pointer, Program, load
 from openkda.problem import Inputs, Problem
 
@@ -121,6 +121,11 @@ def launches(problem: Problem, config: Config, strides: Strides, kinds: Kinds) -
         return [*found, forward(config.forward, whole, p.N)], work
     known = Pointer(WORK, torch.int32, take(4 * NS * HV))
     if config.forward.split == "tails":
+        if 2 * config.steps + config.tail > own_tail_blocks(config.forward):
+            raise ValueError(
+                f"segments of {config.steps} steps with tails of {config.tail} blocks must have at most "
+                f"{own_tail_blocks(config.forward)} blocks of 16 tokens"
+            )
         found.append(forward(config.forward, split, NS, None, known))
         return [*found, forward(config.whole, whole, cut, None, known)], work
     state, chained = config.state, config.whole is None
@@ -136,7 +141,7 @@ def launches(problem: Problem, config: Config, strides: Strides, kinds: Kinds) -
         found.append(pass_of_states(0))
         args = (summary, entry, known, whole, HV, NS, cut)
         abreast = min(cut, -(-MULTIPROCESSORS * BLOCK // (HV * V)))  # a program takes a multiprocessor's shared memory
-        found.append(Launch(segments.combine_kernel, (abreast, HV, V // BLOCK), args, (K, V, BLOCK, state.pdl), 4, state.pdl))
+        found.append(Launch(segments.combine_kernel, (abreast, HV, V // BLOCK), args, (K, V, BLOCK, state.pdl, not p.varlen), 4, state.pdl))
     else:
         found.append(forward(config.whole, whole, cut, None, known))
     return [*found, forward(config.forward, split, NS, entry, known)], work
@@ -173,7 +178,7 @@ def plan(problem: Problem, config: Config, strides: Strides, kinds: Kinds, devic
 
 def gradients_of(problem: Problem, kinds: Kinds) -> list[Launch]:
     """What the gradients of a call will launch, as far as that is known: where kernels are compiled, theirs are too."""
-    if not problem.needs_grad or problem.return_intermediate_states or problem.dtype != torch.bfloat16:
+    if not problem.needs_grad or problem.return_intermediate_states:
         return []
     from openkda.hopper.gradients import ahead
 

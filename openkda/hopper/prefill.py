@@ -10,22 +10,24 @@ Equations, names: docs/math.md. Algorithm, schedule, budgets and measurements: d
 from __future__ import annotations
 
 from openkda.hopper.compat import gdc_launch_dependents, gdc_wait, gl, gluon
+from openkda.hopper.own import Verdict, make_verdict
 from openkda.hopper.prep import load_role, prep_role
 from openkda.hopper.scan import Output, Sink, States, forward_scan, summary_scan
-from openkda.hopper.segments import Deal, Queue, locate, make_queue
+from openkda.hopper.segments import Deal, Queue, begin_item, make_queue, read_row
 from openkda.hopper.tiles import Source, make_ring, tile_layout
 
 
 @gluon.jit
-def scan_role(ring, out, states, sink, deal, queue, work, segment, HV, NS, T: gl.constexpr):
+def scan_role(ring, out, states, sink, deal, queue, verdict, row, HV, NS, T: gl.constexpr):
+    work = begin_item(deal, row, True, T)
     if T.outputs:
-        forward_scan(ring, out, states, deal, queue, work, segment, HV, NS, T)
+        forward_scan(ring, out, states, sink, deal, queue, verdict, work, row.segment, HV, NS, T)
     else:
-        summary_scan(ring, states, sink, work, segment, HV, NS, T)
+        summary_scan(ring, states, sink, work, row.segment, HV, NS, T)
 
 
 @gluon.jit
-def run_roles(scan, ring, src, deal, queue, work, T: gl.constexpr):
+def run_roles(scan, ring, src, deal, queue, verdict, row, T: gl.constexpr):
     """The scan, with arguments `scan`, in the default partition beside the preparation and the load warps. State-only passes have no q and
     one preparation partition."""
     regs: gl.constexpr = T.prep_regs
@@ -33,12 +35,12 @@ def run_roles(scan, ring, src, deal, queue, work, T: gl.constexpr):
         gl.warp_specialize(
             [
                 (scan_role, scan),
-                (prep_role, (ring, src, deal, queue, work, 0, T)),
-                (prep_role, (ring, src, deal, queue, work, 1, T)),
-                (load_role, (ring, src, deal, queue, work, "g", T)),
-                (load_role, (ring, src, deal, queue, work, "k", T)),
-                (load_role, (ring, src, deal, queue, work, "q", T)),
-                (load_role, (ring, src, deal, queue, work, "v", T)),
+                (prep_role, (ring, src, deal, queue, verdict, row, 0, T)),
+                (prep_role, (ring, src, deal, queue, verdict, row, 1, T)),
+                (load_role, (ring, src, deal, queue, row, "g", T)),
+                (load_role, (ring, src, deal, queue, row, "k", T)),
+                (load_role, (ring, src, deal, queue, row, "q", T)),
+                (load_role, (ring, src, deal, queue, row, "v", T)),
             ],
             [4, 4, 1, 1, 1, 1],
             [regs, regs, 24, 24, 24, 24],
@@ -47,10 +49,10 @@ def run_roles(scan, ring, src, deal, queue, work, T: gl.constexpr):
         gl.warp_specialize(
             [
                 (scan_role, scan),
-                (prep_role, (ring, src, deal, queue, work, 0, T)),
-                (load_role, (ring, src, deal, queue, work, "g", T)),
-                (load_role, (ring, src, deal, queue, work, "k", T)),
-                (load_role, (ring, src, deal, queue, work, "v", T)),
+                (prep_role, (ring, src, deal, queue, verdict, row, 0, T)),
+                (load_role, (ring, src, deal, queue, row, "g", T)),
+                (load_role, (ring, src, deal, queue, row, "k", T)),
+                (load_role, (ring, src, deal, queue, row, "v", T)),
             ],
             [4, 1, 1, 1],
             [regs, 24, 24, 24],
@@ -67,16 +69,18 @@ def forward_kernel(
     R: gl.constexpr = T.R
     if T.pdl:
         gdc_launch_dependents()
-        gdc_wait()
+        if not T.fixed:
+            gdc_wait()
     deal = Deal(segments_ptr, tickets_ptr, known_ptr, chunks_ptr, items, HV, group, NS, tail)
-    work = locate(deal, gl.program_id(0), T)
+    row = read_row(deal, gl.program_id(0))
     src = Source(q_desc, k_desc, v_desc, g_desc, beta_ptr, A_log_ptr, dt_bias_ptr, HV, lower_bound, scale)
     ring = make_ring(src, T)
     queue = make_queue() if tickets_ptr is not None else Queue(None, None, None)
     out = Output(o_desc, o_ptr, gl.allocate_shared_memory(o_desc.dtype, [2, 16, R], tile_layout(16)))
     states = States(initial_ptr, final_ptr, entry_ptr, h_ptr)
     sink = Sink(None, known_ptr, tail)
-    run_roles((ring, out, states, sink, deal, queue, work, gl.program_id(0) // HV, HV, NS, T), ring, src, deal, queue, work, T)
+    verdict = make_verdict() if T.split == "tails" else Verdict(None, None)
+    run_roles((ring, out, states, sink, deal, queue, verdict, row, HV, NS, T), ring, src, deal, queue, verdict, row, T)
 
 
 @gluon.jit(do_not_specialize=["HV", "group", "NS", "tail"], do_not_specialize_on_alignment=["beta_ptr"])
@@ -87,12 +91,14 @@ def state_kernel(
     """The state alone: entry states from tails (tail > 0), or (M, b) of the segments whose successor's entry state is not known"""
     if T.pdl:
         gdc_launch_dependents()
-        gdc_wait()
+        if not T.fixed:
+            gdc_wait()
     deal = Deal(segments_ptr, None, known_ptr, None, gl.num_programs(0), HV, group, NS, tail)
-    work = locate(deal, gl.program_id(0), T)
+    row = read_row(deal, gl.program_id(0))
     src = Source(k_desc, k_desc, v_desc, g_desc, beta_ptr, A_log_ptr, dt_bias_ptr, HV, lower_bound, 1.0)
     ring = make_ring(src, T)
     queue = Queue(None, None, None)
     states = States(initial_ptr, None, entry_ptr, None)
     sink = Sink(summary_ptr, known_ptr, tail)
-    run_roles((ring, None, states, sink, deal, queue, work, gl.program_id(0) // HV, HV, NS, T), ring, src, deal, queue, work, T)
+    verdict = Verdict(None, None)
+    run_roles((ring, None, states, sink, deal, queue, verdict, row, HV, NS, T), ring, src, deal, queue, verdict, row, T)

@@ -21,7 +21,8 @@ from openkda.hopper.compat import fence_async_shared, gl, gluon, mbarrier, mma_v
 from openkda.hopper.decay import decay_constants, log2_decay, neutral_gate
 from openkda.hopper.halves import anchor, half_constants, half_tiles
 from openkda.hopper.levels import level_tiles
-from openkda.hopper.segments import locate, next_item
+from openkda.hopper.own import try_tail
+from openkda.hopper.segments import begin_item, locate, next_item, read_row
 from openkda.hopper.tiles import (
     WIDTH,
     add,
@@ -71,8 +72,9 @@ def load_item(ring, src, work, before, what: gl.constexpr, T: gl.constexpr):
 
 
 @gluon.jit
-def load_role(ring, src, deal, queue, work, what: gl.constexpr, T: gl.constexpr):
+def load_role(ring, src, deal, queue, row, what: gl.constexpr, T: gl.constexpr):
     """A warp per operand: requests take long enough to hold up the preparation if one warp makes them all."""
+    work = begin_item(deal, row, False, T)
     if T.split == "turns":
         before = 0
         turn = 0
@@ -83,7 +85,7 @@ def load_role(ring, src, deal, queue, work, what: gl.constexpr, T: gl.constexpr)
             item = next_item(deal, queue, item, turn, what == "g")
             turn += 1
             if item < deal.items:
-                work = locate(deal, item, T)
+                work = locate(deal, read_row(deal, item), False, T)
     else:
         load_item(ring, src, work, 0, what, T)
 
@@ -183,7 +185,7 @@ def prepare_group(ring, src, work, group, at, beta, consts, T: gl.constexpr):
     read = ring.read._reinterpret(gl.float32, [groups, 4, 16], plain_shared(2)).index(at)
     write = ring.write._reinterpret(gl.float32, [groups, 4, 16], plain_shared(2)).index(at)
     valid = work.end - work.start - group * 64
-    if valid < 64:
+    if (valid < 64) & (valid % 16 != 0):  # blocks past the end are not read
         clear_rows(ring.kq, at, valid, 0.0, 32, K, T)
         clear_rows(ring.g, at, valid, neutral_gate(T), 16, K, T)
         clear_rows(ring.v, at, valid, 0.0, 16, T.R, T)
@@ -228,9 +230,10 @@ def prep_item(ring, src, work, before, first, T: gl.constexpr):
 
 
 @gluon.jit
-def prep_role(ring, src, deal, queue, work, part: gl.constexpr, T: gl.constexpr):
+def prep_role(ring, src, deal, queue, verdict, row, part: gl.constexpr, T: gl.constexpr):
     """The groups of the ring whose number is `part`, modulo the preparation partitions"""
     preps: gl.constexpr = T.preps
+    work = begin_item(deal, row, False, T)
     if T.split == "turns":
         before = 0
         turn = 0
@@ -241,6 +244,8 @@ def prep_role(ring, src, deal, queue, work, part: gl.constexpr, T: gl.constexpr)
             item = next_item(deal, queue, item, turn, False)
             turn += 1
             if item < deal.items:
-                work = locate(deal, item, T)
+                work = locate(deal, read_row(deal, item), False, T)
     else:
         prep_item(ring, src, work, 0, part, T)
+    if T.split == "tails" and work.steps > 0:
+        try_tail(ring, verdict, work, part, T)

@@ -14,7 +14,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from openkda.hopper.compat import fence_async_shared, gl, gluon, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
-from openkda.hopper.segments import DROP_BITS, locate, next_item
+from openkda.hopper.own import read_verdict
+from openkda.hopper.segments import DROP_BITS, locate, next_item, read_row
 from openkda.hopper.tiles import group_layout, to_f32
 
 
@@ -32,7 +33,7 @@ class Sink(NamedTuple):
 
     summary_ptr: object  # [NS, HV, 2, V, K] fp32: b, then M as bf16 [2, K, K], its rounding and the rest
     known_ptr: object  # [HV, NS] int32 (segments.py)
-    tail: object  # steps of a tail, 0: whole segments
+    tail: object  # blocks of a tail, 0: whole segments
 
 
 class Output(NamedTuple):
@@ -190,46 +191,57 @@ def start_update(ring, b, RO, S):
 
 
 @gluon.jit
-def advance(S, ring, b, first: gl.constexpr, values: gl.constexpr, T: gl.constexpr):
-    """S [rows, K] after block b, without output. Its rows are the values' rows from `first` on, or (values False) those of a map, without
-    values."""
-    L: gl.constexpr = S.type.layout
+def read_state(S, ring, b):
+    """X = S kd^T, begun"""
     L16: gl.constexpr = group_layout(16, gl.num_warps())
-    dtype: gl.constexpr = ring.kq.dtype
-    kd = ring.kq.index(b).slice(0, 16, dim=0).permute((1, 0))
-    t0 = ring.tz.index(b).slice(0, 16, dim=0).permute((1, 0))
-    decay = ring.decay.index(b)
     zero = gl.zeros([S.shape[0], 16], gl.float32, L16)
-    X = warpgroup_mma(gl.convert_layout(S.to(dtype), gl.DotOperandLayout(0, L16, 2)), kd, zero, use_acc=False, is_async=True)
-    X = warpgroup_mma_wait(0, deps=(X,)) * ring.read.index(b).load(L16)
-    if values:
-        X += to_f32(ring.v.index(b).slice(first, S.shape[0], dim=1).permute((1, 0)).load(L16))
-    R = warpgroup_mma(gl.convert_layout(X.to(dtype), gl.DotOperandLayout(0, L16, 2)), t0, zero, use_acc=False, is_async=True)
-    if T.kg:
-        S = S * decay.load(L)
-    R = warpgroup_mma_wait(0, deps=(R,))
-    S = warpgroup_mma(gl.convert_layout(R.to(dtype), gl.DotOperandLayout(0, L, 2)), ki_tile(ring, b), S, is_async=True)
-    S = warpgroup_mma_wait(0, deps=(S,))
-    if not T.kg:
-        S = S * decay.load(L)
-    return S
+    kd = ring.kq.index(b).slice(0, 16, dim=0).permute((1, 0))
+    return warpgroup_mma(gl.convert_layout(S.to(ring.kq.dtype), gl.DotOperandLayout(0, L16, 2)), kd, zero, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def forgets(ring, work, T: gl.constexpr):
-    """1 if the steps before the segment leave nothing of what was before them: their map M has no entry above 2^-DROP_BITS, or there is
-    nothing before them"""
-    K: gl.constexpr = T.K
-    L: gl.constexpr = group_layout(K, gl.num_warps())
-    row = gl.arange(0, K, layout=gl.SliceLayout(1, L))[:, None]
-    col = gl.arange(0, K, layout=gl.SliceLayout(0, L))[None, :]
-    M = gl.where(row == col, 1.0, gl.zeros([K, K], gl.float32, L))
-    for n in range(2 * work.tail):
-        if n % 4 == 0:
-            mbarrier.wait(ring.ready.index(n // 4), 0)
-            gl.thread_barrier()  # each thread has waited; without it racecheck reports the decay, read here first
-        M = advance(M, ring, n, 0, False, T)
-    return ((gl.max(gl.max(gl.abs(M), 1), 0) <= 2.0**-DROP_BITS) | work.from_initial).to(gl.int32)
+def solve_values(X, ring, b, h: gl.constexpr, rows: gl.constexpr):
+    """Rt = D T0^T, begun; D = v - r_k X"""
+    L16: gl.constexpr = group_layout(16, gl.num_warps())
+    zero = gl.zeros([rows, 16], gl.float32, L16)
+    D = to_f32(load_values(ring, b, h, rows)) + X * ring.read.index(b).load(L16)
+    t0 = ring.tz.index(b).slice(0, 16, dim=0).permute((1, 0))
+    return warpgroup_mma(gl.convert_layout(D.to(ring.kq.dtype), gl.DotOperandLayout(0, L16, 2)), t0, zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def update_state(S, R, ring, b):
+    """S + Rt ki, begun"""
+    L: gl.constexpr = S.type.layout
+    return warpgroup_mma(gl.convert_layout(R.to(ring.kq.dtype), gl.DotOperandLayout(0, L, 2)), ki_tile(ring, b), S, is_async=True)
+
+
+@gluon.jit
+def advance_two(S0, S1, ring, b, T: gl.constexpr):
+    """Two chains of 64 rows of S after block b, without output"""
+    L: gl.constexpr = S0.type.layout
+    decay = ring.decay.index(b)
+    X0 = read_state(S0, ring, b)
+    X0 = warpgroup_mma_wait(0, deps=(X0,))
+    R0 = solve_values(X0, ring, b, 0, 64)
+    X1 = read_state(S1, ring, b)
+    if T.kg:
+        S0 = S0 * decay.load(L)
+    R0 = warpgroup_mma_wait(1, deps=(R0,))
+    S0 = update_state(S0, R0, ring, b)
+    X1 = warpgroup_mma_wait(1, deps=(X1,))
+    R1 = solve_values(X1, ring, b, 1, 64)
+    S0 = warpgroup_mma_wait(1, deps=(S0,))
+    if T.kg:
+        S1 = S1 * decay.load(L)
+    else:
+        S0 = S0 * decay.load(L)
+    R1 = warpgroup_mma_wait(0, deps=(R1,))
+    S1 = update_state(S1, R1, ring, b)
+    S1 = warpgroup_mma_wait(0, deps=(S1,))
+    if not T.kg:
+        S1 = S1 * decay.load(L)
+    return S0, S1
 
 
 @gluon.jit
@@ -245,36 +257,23 @@ def drain(ring, stop, end, T: gl.constexpr):
 @gluon.jit
 def end_item(ring, stop, before, work, T: gl.constexpr):
     """Free what of the item's groups the scan has not freed, from block `stop` on"""
-    if T.split == "tails":
-        drain(ring, stop // 2, work.steps, T)
     if T.split == "turns":
         gl.thread_barrier()  # every warp has read the last block: one thread's arrival stands for all
         drain(ring, stop // 2, 2 * before + (work.steps + 1) // 2 * 2, T)
 
 
 @gluon.jit
-def scan_rows(ring, before, out, states, known_ptr, work, segment, HV, NS, T: gl.constexpr):
+def scan_rows(ring, before, out, states, work, segment, HV, NS, T: gl.constexpr):
     """R rows of V, one chain of products"""
     K: gl.constexpr = T.K
     R: gl.constexpr = T.R
     L: gl.constexpr = group_layout(K, gl.num_warps())
     L16: gl.constexpr = group_layout(16, gl.num_warps())
     blocks: gl.constexpr = 4 * T.groups
-    first = 4 * before + 2 * work.tail
+    first = 4 * before
     stop = 4 * before + (work.end - work.start + 15) // 16 * (work.steps > 0).to(gl.int32)
     row = work.start - 64 * before
-    if T.split == "tails":
-        known = forgets(ring, work, T)
     S = first_state(states, segment, work, HV, 0, R, T)
-    if T.split == "tails":
-        for n in range(first):
-            S = advance(S, ring, n, 0, True, T)
-            if n % 2 == 1:
-                gl.thread_barrier()  # every warp has read the decay: one thread's arrival stands for all
-                mbarrier.arrive(ring.empty.index(n // 2), count=1)
-        if work.steps > 0:
-            gl.store(known_ptr + work.head * NS + segment, known)
-        stop = gl.where(known != 0, stop, first)
     o = gl.zeros([R, 16], out.tile.dtype, L16)
     for n in range(first, stop):
         b = n % blocks
@@ -308,29 +307,25 @@ def scan_rows(ring, before, out, states, known_ptr, work, segment, HV, NS, T: gl
 
 
 @gluon.jit
-def scan_two_rows(ring, before, out, states, known_ptr, work, segment, HV, NS, T: gl.constexpr):
+def scan_two_rows(ring, before, out, states, known_ptr, verdict, work, segment, HV, NS, T: gl.constexpr):
     """128 rows of V as two chains of products that fill each other's waits"""
     K: gl.constexpr = T.K
     L: gl.constexpr = group_layout(K, gl.num_warps())
     L16: gl.constexpr = group_layout(16, gl.num_warps())
     blocks: gl.constexpr = 4 * T.groups
-    first = 4 * before + 2 * work.tail
+    first = 4 * before + work.tail
     stop = 4 * before + (work.end - work.start + 15) // 16 * (work.steps > 0).to(gl.int32)
     row = work.start - 64 * before
-    if T.split == "tails":
-        known = forgets(ring, work, T)
     S0 = first_state(states, segment, work, HV, 0, 64, T)
     S1 = first_state(states, segment, work, HV, 64, 64, T)
     if T.split == "tails":
         for n in range(first):
-            S0 = advance(S0, ring, n, 0, True, T)
-            S1 = advance(S1, ring, n, 64, True, T)
-            if n % 2 == 1:
-                gl.thread_barrier()  # every warp has read the decay: one thread's arrival stands for all
-                mbarrier.arrive(ring.empty.index(n // 2), count=1)
-        if work.steps > 0:
-            gl.store(known_ptr + work.head * NS + segment, known)
-        stop = gl.where(known != 0, stop, first)
+            if n % 4 == 0:
+                mbarrier.wait(ring.ready.index(n // 4), 0)
+                gl.thread_barrier()  # each thread has waited; without it racecheck reports the decay, read here first
+            S0, S1 = advance_two(S0, S1, ring, n, T)
+        if T.form == "product" and work.steps > 0:  # other forms prepare too long: the verdict would hold up the segment
+            stop = gl.where(read_verdict(verdict) != 0, stop, first)
     o0 = gl.zeros([64, 16], out.tile.dtype, L16)
     o1 = o0
     for n in range(first, stop):
@@ -376,32 +371,34 @@ def scan_two_rows(ring, before, out, states, known_ptr, work, segment, HV, NS, T
     tma.store_wait(0)
     last_state(states, S0, work, HV, 0, T)
     last_state(states, S1, work, HV, 64, T)
+    if T.split == "tails" and work.steps > 0:
+        gl.store(known_ptr + work.head * NS + segment, read_verdict(verdict))
 
 
 @gluon.jit
-def forward_item(ring, before, out, states, known_ptr, work, segment, HV, NS, T: gl.constexpr):
+def forward_item(ring, before, out, states, sink, verdict, work, segment, HV, NS, T: gl.constexpr):
     """An item, when `before` groups have been in the ring"""
     if T.R == 64:
-        scan_rows(ring, before, out, states, known_ptr, work, segment, HV, NS, T)
+        scan_rows(ring, before, out, states, work, segment, HV, NS, T)
     else:
-        scan_two_rows(ring, before, out, states, known_ptr, work, segment, HV, NS, T)
+        scan_two_rows(ring, before, out, states, sink.known_ptr, verdict, work, segment, HV, NS, T)
 
 
 @gluon.jit
-def forward_scan(ring, out, states, deal, queue, work, segment, HV, NS, T: gl.constexpr):
+def forward_scan(ring, out, states, sink, deal, queue, verdict, work, segment, HV, NS, T: gl.constexpr):
     if T.split == "turns":
         before = 0
         turn = 0
         item = gl.program_id(0)
         while item < deal.items:
-            forward_item(ring, before, out, states, deal.known_ptr, work, segment, HV, NS, T)
+            forward_item(ring, before, out, states, sink, verdict, work, segment, HV, NS, T)
             before += (work.steps + 1) // 2
             item = next_item(deal, queue, item, turn, False)
             turn += 1
             if item < deal.items:
-                work = locate(deal, item, T)
+                work = locate(deal, read_row(deal, item), False, T)
     else:
-        forward_item(ring, 0, out, states, deal.known_ptr, work, segment, HV, NS, T)
+        forward_item(ring, 0, out, states, sink, verdict, work, segment, HV, NS, T)
 
 
 @gluon.jit

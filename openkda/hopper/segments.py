@@ -168,26 +168,53 @@ def next_item(deal, queue, item, turn, tells: gl.constexpr):
         return found
 
 
+class Row(NamedTuple):
+    """An item: a segment, its row of the segment table, and a head"""
+
+    segment: object
+    head: object
+    sequence: object
+    begin: object
+    end: object
+    first: object
+    stop: object
+    at: object  # first segment of the sequence
+    count: object
+
+
 @gluon.jit
-def locate(deal, item, T: gl.constexpr):
+def read_row(deal, item):
+    segment = item // deal.HV
+    row = deal.segments_ptr + segment * COLUMNS
+    return Row(
+        segment, item % deal.HV, gl.load(row), gl.load(row + 1), gl.load(row + 2), gl.load(row + 3), gl.load(row + 4), gl.load(row + 5),
+        gl.load(row + 6),
+    )  # fmt: skip
+
+
+@gluon.jit
+def begin_item(deal, row, writes: gl.constexpr, T: gl.constexpr):
+    """The work of the block's first item, for one of its roles, when all launches before are done: the row, barriers and the hand-over to
+    the roles, which read nothing that a launch writes, are before that. `writes`: this role tells what it finds"""
+    if T.pdl and T.fixed:
+        gdc_wait()
+    return locate(deal, row, writes, T)
+
+
+@gluon.jit
+def locate(deal, row, writes: gl.constexpr, T: gl.constexpr):
     """The work of an item. T.split says what the item is:
 
     none, turns   the segment, which is a whole sequence
     segments      the segment, from its entry state
     whole         the sequence, if the entry states of its segments are not all known; says which in `known` of its first segment
     segments_all  the segment, if `whole` before it said that all are known: to look again here made the loops of this kernel spill
-    tails         the segment, after `tail` steps before it that may give its entry state
-    state         with tail > 0 the last `tail` steps of the segment, for the entry state of the next one; with tail = 0 the segment's
+    tails         the segment, after `tail` blocks before it that may give its entry state
+    state         with tail > 0 the last `tail` blocks of the segment, for the entry state of the next one; with tail = 0 the segment's
                   (M, b), if the next one's entry state is not known"""
-    segment = item // deal.HV
-    head = item % deal.HV
     row0 = gl.program_id(1) * T.R
-    row = deal.segments_ptr + segment * COLUMNS
-    sequence = gl.load(row)
-    begin = gl.load(row + 1)
-    end = gl.load(row + 2)
-    first = gl.load(row + 3)
-    is_last = (end == gl.load(row + 4)).to(gl.int32)
+    segment, head, sequence, begin, end, first, stop, at, count = row
+    is_last = (end == stop).to(gl.int32)
     active = (sequence >= 0).to(gl.int32)
     start = begin
     back = begin * 0
@@ -196,20 +223,20 @@ def locate(deal, item, T: gl.constexpr):
     if T.split != "none" and T.split != "turns":
         known += head * deal.NS
     if T.split == "whole":
-        at = gl.load(row + 5)
-        every = all_known(known, at, gl.load(row + 6))
-        if row0 == 0:
-            gl.store(known + at, every)
+        every = all_known(known, at, count)
+        if writes:
+            if row0 == 0:
+                gl.store(known + at, every)
         active = active * (1 - every)
     if T.split == "segments_all":
-        active = gl.where(gl.load(row + 6) > 1, active * gl.load(known + gl.load(row + 5)), active)
+        active = gl.where(count > 1, active * gl.load(known + at), active)
     if T.split == "tails":
-        back = gl.minimum(deal.tail, (begin - first) // 32)
-        start = begin - 32 * back
+        back = gl.minimum(deal.tail, (begin - first) // 16)
+        start = begin - 16 * back
     if T.split == "state":
         active = active * (1 - is_last)
         if deal.tail > 0:
-            start = gl.maximum(begin, end - 32 * deal.tail)
+            start = gl.maximum(begin, end - 16 * deal.tail)
         elif active != 0:
             active = 1 - gl.load(known + segment + 1)
     if T.chunk > 0:
@@ -224,7 +251,8 @@ def locate(deal, item, T: gl.constexpr):
 
 @triton.jit(do_not_specialize=["HV", "NS", "cut"])
 def combine_kernel(
-    summary_ptr, entry_ptr, known_ptr, whole_ptr, HV, NS, cut, K: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr
+    summary_ptr, entry_ptr, known_ptr, whole_ptr, HV, NS, cut,
+    K: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr, FIXED: tl.constexpr,
 ):  # fmt: skip
     """entry[s + 1] = entry[s] M_s + b_s where it is not known, over the segments of a sequence, for ROWS rows of V. b of the first segment
     starts from the initial state. Stops at the last unknown segment. Grid (any, HV, V / ROWS): a program takes one of so many of the first
@@ -233,14 +261,17 @@ def combine_kernel(
     M is a sum of two bf16 matrices (16 bits of mantissa) and so is the state: three products, in fp32 sums."""
     if PDL:
         gdc_launch_dependents()
-        gdc_wait()
+        if not FIXED:
+            gdc_wait()
     head = tl.program_id(1)
     r = tl.program_id(2) * ROWS + tl.arange(0, ROWS)[:, None]
     k = tl.arange(0, K)
     n = tl.program_id(0)
     count = tl.load(whole_ptr + n * COLUMNS + 6)
+    s0 = tl.load(whole_ptr + n * COLUMNS + 5)
+    if PDL and FIXED:
+        gdc_wait()
     while count > 1:
-        s0 = tl.load(whole_ptr + n * COLUMNS + 5)
         known = known_ptr + head * NS + s0
         end = 0
         for j in range(1, count, 128):
@@ -263,3 +294,4 @@ def combine_kernel(
             tl.store(out, S)
         n += tl.num_programs(0)
         count = tl.load(whole_ptr + n * COLUMNS + 6, mask=n < cut, other=1)
+        s0 = tl.load(whole_ptr + n * COLUMNS + 5, mask=n < cut, other=0)

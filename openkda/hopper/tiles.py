@@ -148,22 +148,34 @@ def tile_layout(bits, swizzle=128):
 
 
 @gluon.constexpr_function
-def stack_layout(rows, columns, bits, swizzle=128):
-    """[4, rows, columns]: four tiles of `tile_layout` one after another"""
+def row_bases(rows, columns, bits, swizzle):
+    """Where the elements of a tile of `tile_layout` lie: (row, column) of element 1, 2, 4, ..."""
     vec = 128 // bits
     chunks = swizzle // 16
-    bases = [[0, 0, 1 << i] for i in range(vec.bit_length() - 1)]
-    bases += [[0, 0, vec << i] for i in range(chunks.bit_length() - 1)]
+    bases = [[0, 1 << i] for i in range(vec.bit_length() - 1)]
+    bases += [[0, vec << i] for i in range(chunks.bit_length() - 1)]
     r = 1
     while r < rows:
         turn = r * chunks // 8 if r < 8 else 0  # which 16-byte chunk comes first turns with the row
-        bases += [[0, r, vec * turn]]
+        bases += [[r, vec * turn]]
         r *= 2
     c = vec * chunks
     while c < columns:
-        bases += [[0, 0, c]]
+        bases += [[0, c]]
         c *= 2
-    return gl.SharedLinearLayout([*bases, [1, 0, 0], [2, 0, 0]], [], 1024)
+    return bases
+
+
+@gluon.constexpr_function
+def row_layout(rows, columns, bits, swizzle=128):
+    """[rows, columns]: a tile of `tile_layout`, of which parts can be read"""
+    return gl.SharedLinearLayout(row_bases(rows, columns, bits, swizzle), [], 1024)
+
+
+@gluon.constexpr_function
+def stack_layout(rows, columns, bits, swizzle=128):
+    """[4, rows, columns]: four tiles of `tile_layout` one after another"""
+    return gl.SharedLinearLayout([*([0, *x] for x in row_bases(rows, columns, bits, swizzle)), [1, 0, 0], [2, 0, 0]], [], 1024)
 
 
 @gluon.constexpr_function

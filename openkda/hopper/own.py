@@ -1,0 +1,114 @@
+"""Segments that begin with a tail of their own: the map M of the tail, run by the preparation partitions beside the scan.
+
+A block starts `tail` blocks of 16 tokens before its segment, from (0, I). The scan carries the state on. Both preparation partitions take
+64 rows of M each (rows do not depend on one another, and a warp has its own) through the tail, when all groups are prepared: in the midst
+of the preparation M's registers would be too many. So the tail's tiles must still be there, and such blocks have no more groups than the
+ring.
+
+    M <- (M + (-r_k M kd^T) T0^T ki) exp(G_C)      or, with a kg tile, M exp(G_C) + (-r_k M kd^T) T0^T kg
+
+Where M is small, the state after the tail is the entry state (segments.py)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from openkda.hopper.compat import gl, gluon, mbarrier, mma_v2
+from openkda.hopper.segments import DROP_BITS
+from openkda.hopper.tiles import plain_shared, row_layout
+
+
+class Verdict(NamedTuple):
+    """By which the preparation partitions tell the scan if their rows of M are small; None where blocks have no tails of their own"""
+
+    small: object  # [2, 1] int32
+    told: object  # barrier
+
+
+@gluon.jit
+def make_verdict():
+    small = gl.allocate_shared_memory(gl.int32, [2, 1], plain_shared(1))
+    told = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(told.index(0), count=2)
+    return Verdict(small, told)
+
+
+@gluon.jit
+def read_verdict(verdict):
+    """1 if all rows of M are small"""
+    L: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    mbarrier.wait(verdict.told.index(0), 0)
+    return gl.minimum(gl.max(verdict.small.index(0).load(L), 0), gl.max(verdict.small.index(1).load(L), 0))
+
+
+@gluon.constexpr_function
+def map_layout():
+    """[64, n] accumulators, 16 rows a warp"""
+    return gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[4, 1], instr_shape=[16, 8])
+
+
+@gluon.jit
+def piece(tiles, n, rows: gl.constexpr, columns: gl.constexpr, count: gl.constexpr, swizzle: gl.constexpr):
+    """The n-th of `count` [rows, columns] that the tiles of a ring buffer consist of"""
+    return tiles._reinterpret(tiles.dtype, [count, rows, columns], row_layout(rows, columns, 16, swizzle)).index(n)
+
+
+@gluon.jit
+def advance_map(M0, M1, ring, b, T: gl.constexpr):
+    """M, its columns in two halves [64, 64], after block b. Rows are independent and a warp has its own: nothing waits."""
+    L: gl.constexpr = map_layout()
+    A: gl.constexpr = gl.DotOperandLayout(0, L, 2)
+    B: gl.constexpr = gl.DotOperandLayout(1, L, 2)
+    dtype: gl.constexpr = ring.kq.dtype
+    blocks: gl.constexpr = 4 * T.groups
+    zero = gl.zeros([64, 16], gl.float32, L)
+    X0 = mma_v2(gl.convert_layout(M0.to(dtype), A), piece(ring.kq, 4 * b, 16, 64, 4 * blocks, 128).permute((1, 0)).load(B), zero)
+    X1 = mma_v2(gl.convert_layout(M1.to(dtype), A), piece(ring.kq, 4 * b + 2, 16, 64, 4 * blocks, 128).permute((1, 0)).load(B), zero)
+    X = (X0 + X1) * ring.read.index(b).load(L)
+    t0 = piece(ring.tz, 2 * b, 16, 16, 2 * blocks, 32).permute((1, 0)).load(B)
+    R = gl.convert_layout(mma_v2(gl.convert_layout(X.to(dtype), A), t0, zero).to(dtype), A)
+    return advance_columns(M0, R, ring, b, 0, T), advance_columns(M1, R, ring, b, 1, T)
+
+
+@gluon.jit
+def advance_columns(M, R, ring, b, c: gl.constexpr, T: gl.constexpr):
+    """The c-th 64 columns of M"""
+    L: gl.constexpr = map_layout()
+    per: gl.constexpr = ring.g.dtype.primitive_bitwidth // 16  # ki has the rows of the gate's tile
+    blocks: gl.constexpr = 4 * T.groups
+    decay = ring.decay._reinterpret(gl.float32, [2 * blocks, 1, 64], plain_shared(2)).index(2 * b + c).load(L)
+    ki = piece(ring.ki, (2 * b + c) * per, 16, 64, 2 * per * blocks, 128).load(gl.DotOperandLayout(1, L, 2))
+    if T.kg:
+        M = M * decay
+    M = mma_v2(R, ki, M)
+    if not T.kg:
+        M = M * decay
+    return M
+
+
+@gluon.jit
+def map_places(c: gl.constexpr):
+    """(row, column) of 64 rows of M, its c-th 64 columns"""
+    L: gl.constexpr = map_layout()
+    return gl.arange(0, 64, layout=gl.SliceLayout(1, L))[:, None], 64 * c + gl.arange(0, 64, layout=gl.SliceLayout(0, L))[None, :]
+
+
+@gluon.jit
+def identity(part: gl.constexpr, c: gl.constexpr):
+    row, col = map_places(c)
+    return gl.where(row + 64 * part == col, 1.0, gl.zeros([64, 64], gl.float32, map_layout()))
+
+
+@gluon.jit
+def try_tail(ring, verdict, work, part: gl.constexpr, T: gl.constexpr):
+    """Tell the scan if these rows of M are small after the tail, or if nothing lies before it"""
+    mbarrier.wait(ring.ready.index(0), 0)
+    gl.thread_barrier()  # each thread has waited; without it racecheck reports the decay, read here first
+    M0 = identity(part, 0)
+    M1 = identity(part, 1)
+    for n in range(work.tail):
+        M0, M1 = advance_map(M0, M1, ring, n, T)
+    most = gl.maximum(gl.abs(M0), gl.abs(M1))
+    small = ((gl.max(gl.max(most, 1), 0) <= 2.0**-DROP_BITS) | work.from_initial).to(gl.int32)
+    verdict.small.index(part).store(gl.full([1], small, gl.int32, gl.BlockedLayout([1], [32], [gl.num_warps()], [0])))
+    mbarrier.arrive(verdict.told.index(0), count=1)
