@@ -141,11 +141,11 @@ def _measure(cell: Cell, impl: Implementation, values: dict[str, object]) -> Non
     if training.raw:
         values["err_grads"] = cell.errors(dict(zip(training.leaves, grads)))
     del grads
-    clock = dict(calls=1, repeats=5) if cell.device.type == "cpu" else dict(calls=5)
+    clock = dict(calls=1, repeats=5) if cell.device.type == "cpu" else {}
     values["forward_ms"] = eager_ms(lambda: training.forward(), cell.device, **clock)
     values["eager_ms"] = eager_ms(step, cell.device, **clock)
     if cell.device.type == "cuda":
-        values["host_us"] = host_us(step, calls=5)
+        values["host_us"] = host_us(step)
         values["graph_ms"] = graph_ms([step], values["eager_ms"])
 
 
