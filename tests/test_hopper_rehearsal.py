@@ -5,7 +5,9 @@ from itertools import combinations
 import pytest
 import torch
 
+from openkda import hopper
 from openkda.hopper import gradients
+from openkda.hopper import launch as launch_of_forward
 from openkda.hopper.backward_config import Scans, choose_scans
 from openkda.hopper.rehearsal import ALIGNMENT, rehearse
 from openkda.hopper.runtime import Matrix, Pointer, launch, on_device
@@ -135,3 +137,11 @@ def test_what_is_foreseen_is_what_is_launched():
         strides = (2 * p.H * p.K, p.H * p.K, p.HV * p.V, p.HV * p.K, p.HV * p.V)
         ours = gradients.script(p, needs, choose_scans(p), strides, kinds, of_state, p.varlen)
         assert [x.key for x in gradients.ahead(p, kinds)] == [x.key for x in ours.launches]
+
+
+def test_only_what_has_gradients_is_foreseen():
+    p = problem()
+    if hopper.why_not(p) is None:
+        assert launch_of_forward.gradients_of(p, kinds_of(p))
+        for change in (dict(needs_grad=False), dict(return_intermediate_states=True), dict(N=2**16)):
+            assert launch_of_forward.gradients_of(p.replace(**change), kinds_of(p)) == []

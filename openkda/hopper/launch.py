@@ -178,7 +178,9 @@ def plan(problem: Problem, config: Config, strides: Strides, kinds: Kinds, devic
 
 def gradients_of(problem: Problem, kinds: Kinds) -> list[Launch]:
     """What the gradients of a call will launch, as far as that is known: where kernels are compiled, theirs are too."""
-    if not problem.needs_grad or problem.return_intermediate_states:
+    from openkda.hopper import why_not_backward
+
+    if not problem.needs_grad or problem.return_intermediate_states or why_not_backward(problem) is not None:
         return []
     from openkda.hopper.gradients import ahead
 
