@@ -5,11 +5,13 @@ from dataclasses import fields, replace
 
 import pytest
 import torch
+from triton.runtime.jit import KernelInterface
 
+from openkda import chunk_kda, fused_recurrent_kda
 from openkda.portable import forward, why_not
 from openkda.portable.config import configure, pad, shared_limit
 from openkda.problem import Inputs, Problem
-from openkda.testing import REGIMES, assert_close, entry_states, make_case, oracle, relative_error
+from openkda.testing import REGIMES, assert_close, entry_states, gradients, make_case, oracle, relative_error
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -284,3 +286,29 @@ def test_lengths_never_compile():
     finally:
         JITFunction._do_compile = do_compile
     assert not compiled
+
+
+def test_axes_of_grids_that_end_at_65535_know_no_lengths(device, monkeypatch):
+    """More sequences and chunks make the first axis longer, and no other."""
+    item, grids = KernelInterface.__getitem__, []
+    monkeypatch.setattr(KernelInterface, "__getitem__", lambda kernel, grid: grids.append(grid[1:]) or item(kernel, grid))
+    found = []
+    for lengths in ((5, 40), (1, 33, 0, 70, 2)):
+        grids.clear()
+        case = make_case("random", lengths=lengths, H=1, HV=2, K=16, device=device)
+        gradients(case, backend="portable")
+        gradients(case, backend="portable", disable_recompute=True)
+        found.append(list(grids))
+    assert found[0] == found[1] and len(found[0]) > 10
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("B, T", [(70000, 2), (35000, 64)])
+def test_more_sequences_and_chunks_than_an_axis_of_a_grid_holds(device, B, T):
+    case = make_case("random", B=B, T=T, H=1, K=16, device=device)
+    args = {name: x for name, x in case.args.items() if name not in ("safe_gate", "chunk_size")}
+    for found, expected in zip(chunk_kda(**case.args, backend="portable"), fused_recurrent_kda(**args, backend="portable")):
+        assert relative_error(found, expected) < 1e-5
+    expected = gradients(case, backend="torch")
+    for name, found in gradients(case, backend="portable").items():
+        assert relative_error(found, expected[name]) < 1e-4, name

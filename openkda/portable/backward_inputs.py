@@ -18,7 +18,8 @@ the products, rounded as they were. dG, its sums and the gate's chain stay in fp
 All tiles stand transposed, channels by tokens: a decayed q or k is then the left operand, which goes from the registers it was computed
 in to the matrix unit, and the right operand is a tile of score_gradients as it lies in memory.
 
-Grid (block of BK channels, chunk, head); V is walked in blocks of BV. fp32 accumulators: dq, dk, dG, dg and three products, [BK, C] each.
+Grid (block of BK channels and chunk, head), the block fastest; V is walked in blocks of BV. fp32 accumulators: dq, dk, dG, dg and three
+products, [BK, C] each.
 """
 
 from __future__ import annotations
@@ -199,14 +200,16 @@ def input_gradients_kernel(
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     GATE: tl.constexpr, L2NORM: tl.constexpr, GROUPS: tl.constexpr, FORM: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    c = tl.program_id(1).to(tl.int64)
-    h = tl.program_id(2).to(tl.int64)
-    cols = tl.program_id(0) * BK + tl.arange(0, BK)
+    BLOCKS: tl.constexpr = (K + BK - 1) // BK
+    block = tl.program_id(0) % BLOCKS
+    c = (tl.program_id(0) // BLOCKS).to(tl.int64)
+    h = tl.program_id(1).to(tl.int64)
+    cols = block * BK + tl.arange(0, BK)
     first, length = chunk_bounds(chunks_ptr, c)
     entry = c * HV + h
     if length <= 0:
         if dA_log_ptr is not None:
-            tl.store(dA_log_ptr + entry * tl.num_programs(0) + tl.program_id(0), 0.0)
+            tl.store(dA_log_ptr + entry * BLOCKS + block, 0.0)
         if ddt_bias_ptr is not None:
             tl.store(ddt_bias_ptr + entry * K + cols, tl.zeros([BK], tl.float32), mask=cols < K)
         return
@@ -258,7 +261,7 @@ def input_gradients_kernel(
     dx, dA_log = gate_gradient(tl.where(live[None, :], dg, 0.0), x, A_log_ptr, dt_bias_ptr, lower_bound, h, cols, K, BK, GATE)
     store_channels(dg_ptr + at * K, dx, rows, HV * K, cols, live, K, BK)
     if dA_log_ptr is not None:
-        tl.store(dA_log_ptr + entry * tl.num_programs(0) + tl.program_id(0), tl.sum(tl.sum(dA_log, 0), 0))
+        tl.store(dA_log_ptr + entry * BLOCKS + block, tl.sum(tl.sum(dA_log, 0), 0))
     if ddt_bias_ptr is not None:
         tl.store(ddt_bias_ptr + entry * K + cols, tl.sum(dx, 1), mask=cols < K)
 
@@ -278,7 +281,7 @@ def input_gradients(
     dA_log, ddt_bias = partial(problem.has_A_log, blocks), partial(problem.has_dt_bias, K)
     q, k, g, do = as_rows(q), as_rows(k), as_rows(g), as_rows(do)
     if NC:
-        input_gradients_kernel[(blocks, NC, HV)](
+        input_gradients_kernel[(blocks * NC, HV)](
             q, k, g, contiguous(A_log), contiguous(dt_bias), G, factors, h, dh, r, do, dv, groups, dq, dk, dg, dA_log, ddt_bias,
             plan.chunks, q.stride(0), q.stride(1), k.stride(0), k.stride(1), g.stride(0), g.stride(1), do.stride(0), do.stride(1),
             float(problem.scale), float(problem.lower_bound or 0.0), H=problem.H, HV=HV, K=K, V=problem.V, C=plan.chunk_size, BK=BK,

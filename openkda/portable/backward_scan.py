@@ -3,9 +3,10 @@
     dr  = Aqk^T do + kg dS'                      gradient of r = u - w S
     dS  = Diag(2^G_C) dS' + qg^T do - w^T dr     dS': gradient of the chunk's exit state, dS: of its entry state
 
-Grid (block of BV value columns, head, sequence). dS [K, BV] lives in fp32 registers, in blocks of KB keys; products take it rounded to the
-inputs' dtype, and that rounded tile is what leaves as dh, so that all later sums use the very numbers that entered dr. Starts from the
-gradient of the final state, or zero; ends as the gradient of the initial state. A sequence without tokens hands the one to the other.
+Grid: one program per (block of BV value columns, head, sequence), flat. dS [K, BV] lives in fp32 registers, in blocks of KB keys;
+products take it rounded to the inputs' dtype, and that rounded tile is what leaves as dh, so that all later sums use the very numbers that
+entered dr. Starts from the gradient of the final state, or zero; ends as the gradient of the initial state. A sequence without tokens hands
+the one to the other.
 
 The reverse scan needs nothing of the forward scan (state.py) that the backward recomputes: `both_scans` runs the two in one launch, side by
 side, because each alone is a chain of dependent steps that leaves most of the device idle.
@@ -21,7 +22,7 @@ from openkda.plan import Plan
 from openkda.portable.backward_config import BackwardConfig
 from openkda.portable.config import pad
 from openkda.portable.state import scan_kernel, state_pointers, store_state
-from openkda.portable.tile import as_rows, contiguous, load_tile, load_vector, sequence_bounds, store_tile, tile_mask
+from openkda.portable.tile import as_rows, contiguous, load_tile, load_vector, place, sequence_bounds, store_tile, tile_mask
 from openkda.problem import Problem
 
 
@@ -35,13 +36,11 @@ def reverse_steps(
     dh_ptr, dr_ptr,  # [NC, HV, K, V], [R, HV, V]; None unless asked
     dS0_ptr,  # [N, HV, K, V] or None
     sequences_ptr,  # [N, 4] int32
-    block,  # which block of value columns
+    block, h, n,  # which block of value columns, head and sequence
     do_row, do_head,
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, KP: tl.constexpr, KB: tl.constexpr, BV: tl.constexpr,
     V_FIRST: tl.constexpr, P: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    h = tl.program_id(1).to(tl.int64)
-    n = tl.program_id(2).to(tl.int64)
     first, length, chunk, count = sequence_bounds(sequences_ptr, n)
     rows = tl.arange(0, C)
     vv = block * BV + tl.arange(0, BV)
@@ -92,8 +91,9 @@ def reverse_scan_kernel(
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, KP: tl.constexpr, KB: tl.constexpr, BV: tl.constexpr,
     V_FIRST: tl.constexpr, P: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
+    block, h, n = place((V + BV - 1) // BV, HV)
     reverse_steps(
-        w_ptr, kg_ptr, qg_ptr, G_ptr, Aqk_ptr, do_ptr, dS_final_ptr, dh_ptr, dr_ptr, dS0_ptr, sequences_ptr, tl.program_id(0), do_row,
+        w_ptr, kg_ptr, qg_ptr, G_ptr, Aqk_ptr, do_ptr, dS_final_ptr, dh_ptr, dr_ptr, dS0_ptr, sequences_ptr, block, h, n, do_row,
         do_head, HV, K, V, C, KP, KB, BV, V_FIRST, P, STAGES,
     )  # fmt: skip
 
@@ -105,15 +105,17 @@ def both_scans_kernel(
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, KP: tl.constexpr, KB: tl.constexpr, BV: tl.constexpr,
     V_FIRST: tl.constexpr, P: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    blocks = tl.cdiv(V, BV)
-    if tl.program_id(0) < blocks:
+    blocks: tl.constexpr = (V + BV - 1) // BV
+    block, h, n = place(2 * blocks, HV)
+    if block < blocks:
         scan_kernel(
             w_ptr, kg_ptr, u_ptr, G_ptr, None, None, None, S0_ptr, h_ptr, r_ptr, None, None, sequences_ptr, None,
             HV=HV, K=K, V=V, C=C, KP=KP, KB=KB, BV=BV, V_FIRST=V_FIRST, EVERY=1, P=P, STAGES=STAGES,
+            BLOCKS=2 * blocks,
         )  # fmt: skip
     else:
         reverse_steps(
-            w_ptr, kg_ptr, qg_ptr, G_ptr, Aqk_ptr, do_ptr, dS_final_ptr, dh_ptr, dr_ptr, dS0_ptr, sequences_ptr, tl.program_id(0) - blocks,
+            w_ptr, kg_ptr, qg_ptr, G_ptr, Aqk_ptr, do_ptr, dS_final_ptr, dh_ptr, dr_ptr, dS0_ptr, sequences_ptr, block - blocks, h, n,
             do_row, do_head, HV, K, V, C, KP, KB, BV, V_FIRST, P, STAGES,
         )  # fmt: skip
 
@@ -133,7 +135,7 @@ def reverse_scan(
     dS0 = torch.empty(problem.state_shape, dtype=problem.state_dtype, device=w.device) if initial_state else None
     rows = as_rows(do)
     if N:
-        reverse_scan_kernel[(triton.cdiv(V, BV), HV, N)](
+        reverse_scan_kernel[(triton.cdiv(V, BV) * HV * N,)](
             w, kg, qg, G, Aqk, rows, contiguous(dfinal_state), dh, dr, dS0, plan.sequences, rows.stride(0), rows.stride(1), HV=HV, K=K,
             V=V, C=plan.chunk_size, KP=pad(K), KB=config.scan_block_k, BV=BV, V_FIRST=problem.state_v_first, P=config.precision,
             STAGES=config.scan_stages, num_warps=config.scan_warps,
@@ -153,7 +155,7 @@ def both_scans(
     dS0 = torch.empty(problem.state_shape, dtype=problem.state_dtype, device=w.device) if initial_state else None
     rows = as_rows(do)
     if N:
-        both_scans_kernel[(2 * triton.cdiv(V, BV), HV, N)](
+        both_scans_kernel[(2 * triton.cdiv(V, BV) * HV * N,)](
             w, kg, qg, u, G, Aqk, rows, contiguous(S0), contiguous(dfinal_state), h, r, dh, dr, dS0, plan.sequences, rows.stride(0),
             rows.stride(1), HV=HV, K=K, V=V, C=plan.chunk_size, KP=pad(K), KB=config.scan_block_k, BV=BV,
             V_FIRST=problem.state_v_first, P=config.precision, STAGES=config.scan_stages, num_warps=config.scan_warps,

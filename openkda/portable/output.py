@@ -2,7 +2,7 @@
 
     o = qg S + Aqk r        S: the chunk's entry state h; qg and Aqk hold scale
 
-Grid (block of BV value columns, chunk, head); one [C, BV] tile per program, K walked in blocks of BK.
+Grid (block of BV value columns and chunk, head), the block fastest; one [C, BV] tile per program, K walked in blocks of BK.
 """
 
 from __future__ import annotations
@@ -33,14 +33,15 @@ def output_kernel(
     BV: tl.constexpr,
     P: tl.constexpr,
 ):
-    c = tl.program_id(1).to(tl.int64)
-    head = tl.program_id(2)
+    BLOCKS: tl.constexpr = (V + BV - 1) // BV
+    c = (tl.program_id(0) // BLOCKS).to(tl.int64)
+    head = tl.program_id(1)
     first, length = chunk_bounds(chunks_ptr, c)
     if length <= 0:
         return
     rows = tl.arange(0, C)
     live = rows < length
-    vv = tl.program_id(0) * BV + tl.arange(0, BV)
+    vv = tl.program_id(0) % BLOCKS * BV + tl.arange(0, BV)
     at = first * HV + head
     Aqk = load_tile(Aqk_ptr + at * C, rows, HV * C, rows, live, C, C)
     r = load_tile(r_ptr + at * V, rows, HV * V, vv, live, V, BV)
@@ -61,7 +62,7 @@ def output(
     Args: qg [B, T, HV, K] from wy, Aqk [B, T, HV, C], r [B, T, HV, V] and h [NC, HV, K, V] from state_scan."""
     BV = config.output_block_v
     if o.numel() and plan.num_chunks:
-        output_kernel[(triton.cdiv(problem.V, BV), plan.num_chunks, problem.HV)](
+        output_kernel[(triton.cdiv(problem.V, BV) * plan.num_chunks, problem.HV)](
             qg, Aqk, r, h, o, plan.chunks, HV=problem.HV, K=problem.K, V=problem.V, C=plan.chunk_size, BK=config.block_k, BV=BV,
             P=config.precision, num_warps=config.output_warps,
         )  # fmt: skip

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from openkda.portable.config import Config, pad
 from openkda.portable.state import launch_scan, state_pointers
-from openkda.portable.tile import contiguous, tile_mask
+from openkda.portable.tile import contiguous, place, tile_mask
 from openkda.problem import Problem
 
 
@@ -36,12 +36,11 @@ def combine_kernel(
     V_FIRST: tl.constexpr,
     P: tl.constexpr,
 ):
-    h = tl.program_id(1)
-    n = tl.program_id(2).to(tl.int64)
+    block, h, n = place((V + BV - 1) // BV, HV)
     first = tl.load(chains_ptr + n * 2).to(tl.int64)
     count = tl.load(chains_ptr + n * 2 + 1)
     kk = tl.arange(0, KP)
-    vv = tl.program_id(0) * BV + tl.arange(0, BV)
+    vv = block * BV + tl.arange(0, BV)
     mask = tile_mask(kk < K, vv, V, BV)
     S = tl.zeros([KP, BV], tl.float32)
     if S0_ptr is not None:
@@ -54,8 +53,8 @@ def combine_kernel(
         for j in tl.static_range(KP // BK):
             kb = j * BK + tl.arange(0, BK)
             M = tl.load(M_ptr + (segment * HV + h) * (K * K) + kk[:, None] * K + kb[None, :], mask=tile_mask(kk < K, kb, K, BK), other=0.0)
-            block = tl.sum(tl.where((tl.arange(0, KP // BK) == j)[:, None, None], blocks, 0.0), 0)  # rows kb of S: exact, one nonzero term
-            out = tl.dot(M, block, acc=out, input_precision=P)
+            part = tl.sum(tl.where((tl.arange(0, KP // BK) == j)[:, None, None], blocks, 0.0), 0)  # rows kb of S: exact, one nonzero term
+            out = tl.dot(M, part, acc=out, input_precision=P)
         S = out
     if S_final_ptr is not None:
         tl.store(state_pointers(S_final_ptr, n, HV, h, kk, vv, K, V, V_FIRST), S.to(S_final_ptr.dtype.element_ty), mask=mask)
@@ -88,7 +87,7 @@ def combine_segments(
     entry = torch.empty_like(b)
     S_final = torch.empty(problem.state_shape, dtype=problem.state_dtype, device=b.device)
     if N:
-        combine_kernel[(triton.cdiv(V, BV), problem.HV, N)](
+        combine_kernel[(triton.cdiv(V, BV) * problem.HV * N,)](
             M, b, contiguous(initial_state), entry, S_final, chains, HV=problem.HV, K=K, V=V, KP=pad(K), BK=min(pad(K), 32), BV=BV,
             V_FIRST=problem.state_v_first, P=config.precision, num_warps=4,
         )  # fmt: skip

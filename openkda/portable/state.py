@@ -4,7 +4,7 @@
     o  = qg S + Aqk r                            when the output is fused
     S' = Diag(2^G_C) S + kg^T r                  G_C: the row of G at the chunk's last token
 
-Grid (block of BV value columns, head, sequence). S [K, BV] lives in fp32 registers, as a tuple of blocks of KB keys
+Grid: one program per (block of BV value columns, head, sequence), flat. S [K, BV] lives in fp32 registers, as a tuple of blocks of KB keys
 so that a product's operands need not be in registers all at once; products take it rounded to the inputs' dtype. Loads of the next chunks
 are pipelined by the compiler. A sequence without tokens writes its initial state, or zero.
 
@@ -20,7 +20,7 @@ import triton.language as tl
 
 from openkda.plan import Plan
 from openkda.portable.config import Config, pad
-from openkda.portable.tile import contiguous, load_tile, load_vector, sequence_bounds, store_tile, tile_mask
+from openkda.portable.tile import contiguous, load_tile, load_vector, place, sequence_bounds, store_tile, tile_mask
 from openkda.problem import Problem
 
 
@@ -59,30 +59,29 @@ def scan_kernel(
     entries_ptr,  # [N, 4] int32: where in h a sequence's states go; None: as sequences_ptr says
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, KP: tl.constexpr, KB: tl.constexpr,
     BV: tl.constexpr, V_FIRST: tl.constexpr, EVERY: tl.constexpr, P: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    h = tl.program_id(1)
-    n = tl.program_id(2).to(tl.int64)
+    block, h, n = place(BLOCKS, HV)
     first, length, chunk, count = sequence_bounds(sequences_ptr, n)
     if entries_ptr is not None:
         chunk = tl.load(entries_ptr + n * 4 + 2).to(tl.int64)
     rows = tl.arange(0, C)
-    vv = tl.program_id(0) * BV + tl.arange(0, BV)
+    vv = block * BV + tl.arange(0, BV)
     vu = vv  # columns of u
     if M_ptr is not None:
-        summary = tl.program_id(0) * BV >= tl.cdiv(V, BV) * BV
+        summary = block * BV >= tl.cdiv(V, BV) * BV
         vm = vv - tl.cdiv(V, BV) * BV
         vu = tl.where(summary, V, vv)  # masked off: zero values
     S = ()
     for j in tl.static_range(KP // KB):
         kk = j * KB + tl.arange(0, KB)
-        block = tl.zeros([KB, BV], tl.float32)
+        part = tl.zeros([KB, BV], tl.float32)
         if S0_ptr is not None:
             pointers = state_pointers(S0_ptr, n, HV, h, kk, vv, K, V, V_FIRST)
-            block = tl.load(pointers, mask=tile_mask(kk < K, vv, V, BV), other=0.0).to(tl.float32)
+            part = tl.load(pointers, mask=tile_mask(kk < K, vv, V, BV), other=0.0).to(tl.float32)
         if M_ptr is not None:
-            block = tl.where(summary & (kk[:, None] == vm[None, :]), 1.0, 0.0)
-        S = S + (block,)  # noqa: RUF005  Triton knows no *S
+            part = tl.where(summary & (kk[:, None] == vm[None, :]), 1.0, 0.0)
+        S = S + (part,)  # noqa: RUF005  Triton knows no *S
 
     for c in tl.range(0, count, num_stages=STAGES):
         at = (first + c * C) * HV + h
@@ -118,8 +117,8 @@ def scan_kernel(
             kk = j * KB + tl.arange(0, KB)
             kg = load_tile(kg_ptr + at * K, rows, HV * K, kk, live, K, KB)
             decay = tl.exp2(load_vector(G_ptr + at * K + last * (HV * K), kk, K, KB))
-            block = tl.dot(tl.trans(kg), rb, acc=S[j] * decay[:, None], input_precision=P)
-            written = written + (block,)  # noqa: RUF005
+            part = tl.dot(tl.trans(kg), rb, acc=S[j] * decay[:, None], input_precision=P)
+            written = written + (part,)  # noqa: RUF005
         S = written
 
     if S_final_ptr is not None:
@@ -144,10 +143,10 @@ def launch_scan(
     blocks = triton.cdiv(V, BV) + (0 if M is None else triton.cdiv(K, BV))
     if N == 0:
         return
-    scan_kernel[(blocks, problem.HV, N)](
+    scan_kernel[(blocks * problem.HV * N,)](
         w, kg, u, G, qg, Aqk, o, S0, h, r, S_final, M, sequences, entries, HV=problem.HV, K=K, V=V, C=C, KP=pad(K),
         KB=config.scan_block_k, BV=BV, V_FIRST=v_first, EVERY=every, P=config.scan_precision, STAGES=config.scan_stages,
-        num_warps=config.scan_warps,
+        BLOCKS=blocks, num_warps=config.scan_warps,
     )  # fmt: skip
 
 

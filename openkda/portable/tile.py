@@ -16,6 +16,13 @@ MAX_ROW_STRIDE = 2**24  # elements; 64 rows of it stay below 2^31
 
 
 @triton.jit
+def place(BLOCKS: tl.constexpr, HV: tl.constexpr):
+    """(block, head, sequence) of a program, the latter two int64, on a flat grid, the block fastest: a grid's other axes end at 65535."""
+    pid = tl.program_id(0)
+    return pid % BLOCKS, (pid // BLOCKS % HV).to(tl.int64), (pid // (BLOCKS * HV)).to(tl.int64)
+
+
+@triton.jit
 def chunk_bounds(chunks_ptr, i):
     """First row (int64), number of live rows of chunk i; a padding entry of the table has none."""
     first = tl.load(chunks_ptr + i * 4 + 1)
