@@ -268,6 +268,7 @@ def test_offline_compile():
         assert k.spills <= SPILLS.get(k.name, 0), k
         assert k.shared <= SHARED_LIMIT["sm_90"], k
 
+
 # Tiles of fp32: one block a multiprocessor, in all its registers.
 SPILLS_HALF = {"prepare_chunk_kernel": 304, "scans_kernel": 320, "summaries_kernel": 32, "level_gradients_kernel": 560}
 
@@ -278,7 +279,6 @@ def test_offline_compile_half_precision():
     for k in kernels:
         assert k.spills <= SPILLS_HALF.get(k.name, 0), k
         assert k.shared <= SHARED_LIMIT["sm_90"], k
-
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
