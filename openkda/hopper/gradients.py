@@ -46,8 +46,8 @@ def steps(
     Args: o: not read if fused; zero: there are rows outside every sequence, whose gradients are zero; fused: by the Gluon kernels, one of
     which takes scores and channels."""
     tokens = any(needs[:7])
-    create = torch.zeros_like if zero else torch.empty_like
-    contiguous_like = lambda x, dtype: create(x, dtype=dtype, memory_format=torch.contiguous_format)
+    create = torch.zeros if zero else torch.empty
+    contiguous_like = lambda x, dtype: create(x.shape, dtype=dtype, device=x.device)
     dv = contiguous_like(inputs.v, problem.dtype) if tokens else None
     p = (prepare_operands if fused else prepare_chunks)(problem, plan, inputs)
     h, dh, r, dr, dS0 = both_scans(
