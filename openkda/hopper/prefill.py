@@ -31,7 +31,18 @@ def run_roles(scan, ring, src, deal, queue, verdict, row, T: gl.constexpr):
     """The scan, with arguments `scan`, in the default partition beside the preparation and the load warps. State-only passes have no q and
     one preparation partition."""
     regs: gl.constexpr = T.prep_regs
-    if T.outputs:
+    if T.split == "turns":
+        gl.warp_specialize(
+            [
+                (scan_role, scan),
+                (prep_role, (ring, src, deal, queue, verdict, row, 0, T)),
+                (prep_role, (ring, src, deal, queue, verdict, row, 1, T)),
+                (load_role, (ring, src, deal, queue, row, "gkqv", T)),
+            ],
+            [4, 4, 1],
+            [regs, regs, 24],
+        )
+    elif T.outputs:
         gl.warp_specialize(
             [
                 (scan_role, scan),

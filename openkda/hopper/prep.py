@@ -41,39 +41,47 @@ from openkda.hopper.tiles import (
 
 
 @gluon.jit
-def load_item(ring, src, work, before, what: gl.constexpr, T: gl.constexpr):
-    """Request the raw tiles of one operand ("g", "k", "q", "v") of all blocks, two blocks at a time, as soon as their place is free.
-    `before` groups have been in the ring."""
-    K: gl.constexpr = T.K
-    V: gl.constexpr = T.V
-    halves: gl.constexpr = 2 * T.groups
+def request(ring, src, work, it, row, operands: gl.constexpr, n: gl.constexpr, T: gl.constexpr):
+    """Two blocks of the n-th of `operands` ("g", "k", "q", "v"), of which the ring's step `it` begins at `row`"""
+    what: gl.constexpr = operands[n]
+    at = it % (2 * T.groups)
+    full = ring.full.index(at // 2)
     desc = src.g if what == "g" else src.k if what == "k" else src.q if what == "q" else src.v
     tiles = ring.g if what == "g" else ring.v if what == "v" else ring.kq
     if what == "g":
-        column = work.head * K
+        column = work.head * T.K
     elif what == "v":
-        column = work.head * V + work.row0
+        column = work.head * T.V + work.row0
     else:
-        column = work.qk_head * K
+        column = work.qk_head * T.K
+    mbarrier.expect(full, 2 * desc.block_type.nbytes)
+    for c in gl.static_range(2):
+        tile = tiles.index(2 * at + c)
+        if what == "k" or what == "q":
+            tile = tile.slice(16 if what == "q" else 0, 16, dim=0)
+        tma.async_copy_global_to_shared(desc, [row + 16 * c, column], full, tile)
+
+
+@gluon.jit
+def load_item(ring, src, work, before, what: gl.constexpr, T: gl.constexpr):
+    """Request the raw tiles of the operands `what` of all blocks, two blocks at a time, as soon as their place is free.
+    `before` groups have been in the ring."""
+    halves: gl.constexpr = 2 * T.groups
     row = work.start - before * 64
     for it in range(2 * before, 2 * before + (work.steps + 1) // 2 * 2):
         at = it % halves
-        full = ring.full.index(at // 2)
         mbarrier.wait(ring.empty.index(at), ((it // halves) & 1) ^ 1)
         if it < 2 * before + work.steps:
-            mbarrier.expect(full, 2 * desc.block_type.nbytes)
-            for c in gl.static_range(2):
-                tile = tiles.index(2 * at + c)
-                if what == "k" or what == "q":
-                    tile = tile.slice(16 if what == "q" else 0, 16, dim=0)
-                tma.async_copy_global_to_shared(desc, [row + it * 32 + 16 * c, column], full, tile)
+            for n in gl.static_range(len(what)):
+                request(ring, src, work, it, row + it * 32, what, n, T)
         else:
-            mbarrier.arrive(full, count=1)
+            mbarrier.arrive(ring.full.index(at // 2), count=len(what))
 
 
 @gluon.jit
 def load_role(ring, src, deal, queue, row, what: gl.constexpr, T: gl.constexpr):
-    """A warp per operand: requests take long enough to hold up the preparation if one warp makes them all."""
+    """A warp per operand: requests take long enough to hold up the preparation if one warp makes them all. Where blocks take items in turn
+    they do not, and one warp tells the other roles what comes next."""
     work = begin_item(deal, row, False, T)
     if T.split == "turns":
         before = 0
@@ -82,7 +90,7 @@ def load_role(ring, src, deal, queue, row, what: gl.constexpr, T: gl.constexpr):
         while item < deal.items:
             load_item(ring, src, work, before, what, T)
             before += (work.steps + 1) // 2
-            item = next_item(deal, queue, item, turn, what == "g")
+            item = next_item(deal, queue, item, turn, True)
             turn += 1
             if item < deal.items:
                 work = locate(deal, read_row(deal, item), False, T)

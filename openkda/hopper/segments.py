@@ -142,7 +142,7 @@ def make_queue():
     heard = gl.allocate_shared_memory(gl.int64, [DEPTH, 1], mbarrier.MBarrierLayout())
     for s in gl.static_range(DEPTH):
         mbarrier.init(told.index(s), count=1)
-        mbarrier.init(heard.index(s), count=6)  # all roles but one
+        mbarrier.init(heard.index(s), count=3)  # the scan and both preparations
     return Queue(items, told, heard)
 
 
@@ -162,6 +162,7 @@ def next_item(deal, queue, item, turn, tells: gl.constexpr):
             mbarrier.arrive(queue.told.index(slot), count=1)
         else:
             mbarrier.wait(queue.told.index(slot), phase)
+            gl.thread_barrier()  # each thread has waited; without it racecheck reports the items
             found = gl.max(queue.items.index(slot).load(L), 0)
             gl.thread_barrier()  # every warp has read it
             mbarrier.arrive(queue.heard.index(slot), count=1)
