@@ -14,6 +14,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from openkda.hopper.compat import fence_async_shared, gl, gluon, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from openkda.hopper.entries import store_entry
 from openkda.hopper.own import read_verdict
 from openkda.hopper.segments import DROP_BITS, locate, next_item, read_row
 from openkda.hopper.tiles import group_layout, to_f32
@@ -84,43 +85,6 @@ def last_state(states, S, work, HV, first: gl.constexpr, T: gl.constexpr):
             col = gl.arange(0, K, layout=gl.SliceLayout(0, L))[None, :]
             ptr = states.final_ptr + state_offsets(work, row, col, T, HV)
             gl.store(ptr, S.to(states.final_ptr.dtype.element_ty))
-
-
-@gluon.constexpr_function
-def entry_layout(K, v_first):
-    """[64, K] as `store_entry` writes it, 16 bytes a thread: 64 bytes of four rows of V side by side, or 32 of a row of K. An accumulator
-    comes to it without leaving its warp."""
-    columns = [[0, 2**i] for i in range(K.bit_length() - 1)]
-    quad = columns[3:5] if v_first else [[8, 0], columns[3]]
-    others = [*columns[5:], [8, 0]] if v_first else columns[4:]
-    return gl.DistributedLinearLayout([*columns[:3], *others], [*quad, [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, K])
-
-
-@gluon.jit
-def transposed(x):
-    """x, a 16-bit accumulator, with each block of 8x8 transposed in place"""
-    code: gl.constexpr = "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;"
-    return gl.inline_asm_elementwise(code, "=r,r", [x], dtype=x.dtype, is_pure=True, pack=2)
-
-
-@gluon.jit
-def store_entry(states, S, row, work, HV, first: gl.constexpr, T: gl.constexpr):
-    """Where a chunk begins at `row`, write S [64, K], the rows from `first` on of the state before it"""
-    if T.chunk > 0:
-        since = row - work.first
-        if since % T.chunk == 0:
-            K: gl.constexpr = T.K
-            V: gl.constexpr = T.V
-            L: gl.constexpr = entry_layout(K, T.state_v_first)
-            base = states.h_ptr + ((work.chunk + since // T.chunk).to(gl.int64) * HV + work.head) * (K * V)
-            r = gl.arange(0, 64, layout=gl.SliceLayout(1, L))[:, None]
-            c = gl.arange(0, K, layout=gl.SliceLayout(0, L))[None, :]
-            x = S.to(states.h_ptr.dtype.element_ty)
-            if T.state_v_first:
-                gl.store(base + (work.row0 + first) * K + (r * K + c), gl.convert_layout(x, L))
-            else:
-                at = (c // 8 * 8 + r % 8) * V + (r // 8 * 8 + c % 8)
-                gl.store(base + (work.row0 + first) + at, gl.convert_layout(transposed(x), L))
 
 
 @gluon.jit
