@@ -47,6 +47,7 @@ def compile_tickets(target: str) -> None:
 
 
 def compile_with_states(target: str) -> None:
-    """Chunk-entry states of both layouts, of blocks of 64 and of 128 rows."""
+    """Chunk-entry states of both layouts: of blocks of 128 rows, of segments with tails of their own, and of what runs unsplit where these
+    fail."""
     for v_first in (True, False):
         compile_hopper(target, tuple(dict(T=512, H=H, return_intermediate_states=True) for H in (96, 8)), v_first=v_first)

@@ -112,12 +112,13 @@ class Costs:
     start: float = 11.6
     turn: float = 5.0  # from an item to the next; where each block takes one, a start
     half_start: float = 10.2
-    entry_start: float = 14.5  # of a forward block that reads its entry state
-    tail_start: float = 8.0  # of the pass over the tails
-    summary_start: float = 19.0  # of the pass over segments, which writes (b, M)
-    idle: float = 2.1  # a launch whose blocks leave at once, per wave of them
+    own_start: float = 9.5  # of a forward block with its own tail
+    entry_start: float = 13.5  # of one that reads its entry state
+    tail_start: float = 6.0  # of the pass over the tails
+    summary_start: float = 11.0  # of the pass over segments, which writes (b, M)
+    idle: float = 1.3  # a launch whose blocks leave at once, per wave of them
     link: float = 1.56  # a link of the chain of summaries
-    gap: float = 4.0  # between a forward with own tails and what serves the rest
+    overlap: float = 4.0  # what of an unsplit block's start lies under own tails
 
     def slower(self, factor: float) -> Costs:
         """The same with all steps slower."""
@@ -178,8 +179,8 @@ def expected(cut: Cut, batch: Batch, HV: int, costs: Costs) -> tuple[float, floa
     parts = [-(-n // cut.steps) for n, _ in long]
     pieces = [(-(-n // k), copies * k) for (n, copies), k in zip(long, parts)]
     if cut.how == "tails":
-        first = max(forward([(n + cut.tail / 2, copies) for n, copies in pieces], c.own), forward(short))
-        return first + c.gap + c.idle, first + c.gap + unsplit(long)  # a block whose tail fails still drains its tiles
+        first = max(forward([(n + cut.tail / 2, copies) for n, copies in pieces], c.own, c.own_start), forward(short))
+        return first + c.idle, first - c.overlap + unsplit(long)
     inner = [(n, copies * (k - 1) / k * HV) for (n, copies), k in zip(pieces, parts)]  # all segments but the last of each sequence
     tails = makespan([(c.tail_start + c.state * cut.tail / 2, copies) for _, copies in inner])
     every = forward(sorted(pieces + short, reverse=True), start=c.entry_start)
