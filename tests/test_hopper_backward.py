@@ -270,7 +270,7 @@ def test_offline_compile():
 
 
 # Tiles of fp32: one block a multiprocessor, in all its registers.
-SPILLS_HALF = {"prepare_chunk_kernel": 304, "scans_kernel": 320, "summaries_kernel": 32, "level_gradients_kernel": 560}
+SPILLS_HALF = {"prepare_chunk_kernel": 304, "scans_kernel": 64, "chunk_gradients_kernel": 48, "level_gradients_kernel": 560}
 
 
 def test_offline_compile_half_precision():

@@ -39,7 +39,8 @@ SPAN = tl.constexpr(32 * 5 * 1.4427)  # bits that two pair factors share at most
 
 
 class Prepared(NamedTuple):
-    """Tiles of every chunk and value head, of `tile_dtype` unless said otherwise."""
+    """Tiles of every chunk and value head, of `tile_dtype` unless said otherwise. The matrix unit reads tf32 along the summed axis only:
+    where tiles are fp32, w and kg are followed by their transpose, [NC, HV, 2, C K], and Aqk and qg are transposed."""
 
     Aqk: torch.Tensor  # [NC, HV, C, C]
     T: torch.Tensor  # [NC, HV, 2, C, C]: rounded, and what the rounding took: an error here is one of a whole row of r and dv
@@ -163,11 +164,22 @@ def merge_blocks(X, L, r, i, S: tl.constexpr, P: tl.constexpr):
 
 
 @triton.jit
-def store_kg(ptr, kg, fk, L2NORM: tl.constexpr):
-    """Write kg of normalised rows."""
-    if not L2NORM:
-        kg *= fk[:, None]
-    tl.store(ptr, rounded(kg, ptr.dtype.element_ty))
+def store_tile(ptr, entry, x, mask, AGAIN: tl.constexpr):
+    """Write the tile x [C, D]. An fp32 tile is transposed; AGAIN: both, as it is and then transposed."""
+    C: tl.constexpr = x.shape[0]
+    D: tl.constexpr = x.shape[1]
+    element: tl.constexpr = ptr.dtype.element_ty
+    x = rounded(x, element)
+    rows = tl.arange(0, C)[:, None]
+    cols = tl.arange(0, D)[None, :]
+    if element != tl.float32:
+        tl.store(ptr + entry * (C * D) + rows * D + cols, x, mask=mask)
+    elif AGAIN:
+        ptr += entry * (2 * C * D)
+        tl.store(ptr + rows * D + cols, x, mask=mask)
+        tl.store(ptr + C * D + rows + cols * C, x, mask=mask)
+    else:
+        tl.store(ptr + entry * (C * D) + rows + cols * C, x, mask=mask)
 
 
 @triton.jit(do_not_specialize=["q_units", "k_units", "g_units", "HV", "group"], do_not_specialize_on_alignment=["beta_ptr"])
@@ -214,7 +226,6 @@ def prepare_chunk_kernel(
         fq = tl.where(live, scale / nq, 0.0)
         fk = tl.where(live, 1.0 / nk, 0.0)
     element: tl.constexpr = w_ptr.dtype.element_ty
-    at = entry * (C * K) + rows[:, None] * K + cols[None, :]
     k *= nk[:, None]
     N = G
     if ANY:
@@ -227,35 +238,37 @@ def prepare_chunk_kernel(
     if LEVELS:
         mask = rows[:, None] >= cut
         Aqk, L = level_scores(q * nq[:, None], k, G, C, K, element)
-        store_kg(kg_ptr + at, k * exp2(last[None, :] - G), fk, L2NORM)
+        kg = k * exp2(last[None, :] - G)
     else:
         down = exp2(-N - shift)  # 2^(G_C - G) = down 2^(G_C + shift)
         qx = q * nq[:, None] * up  # in this order: up nq may leave the range
         ky = k * down
-        store_kg(kg_ptr + at, ky * exp2(last + shift)[None, :], fk, L2NORM)
-        tl.store(qg_ptr + at, rounded(qx * (fq * exp2(-shift))[:, None], element))
+        kg = ky * exp2(last + shift)[None, :]
+        store_tile(qg_ptr, entry, qx * (fq * exp2(-shift))[:, None], None, False)
         tl.store(decay_ptr + entry * K + cols, exp2(last))
         tl.store(norms_ptr + entry * (2 * C) + rows, nq)
         tl.store(norms_ptr + entry * (2 * C) + C + rows, nk)
         ky = tl.trans(rounded(ky, element))
         Aqk = tl.dot(rounded(qx, element), ky)
         L = tl.dot(kx, ky)
+    if not L2NORM:
+        kg *= fk[:, None]
+    store_tile(kg_ptr, entry, kg, None, True)
     r = rows[:, None]
     i = rows[None, :]
-    square = entry * (C * C) + r * C + i
-    tl.store(Aqk_ptr + square, rounded(tl.where(r >= i, Aqk * fq[:, None] * fk[None, :], 0.0), element), mask=mask)
+    store_tile(Aqk_ptr, entry, tl.where(r >= i, Aqk * fq[:, None] * fk[None, :], 0.0), mask, False)
     X = invert_blocks(tl.where(r > i, L * (beta * fk)[:, None] * fk[None, :], 0.0), C, "tf32x3" if element == tl.float32 else "tf32")
     live_beta = tl.where(live, beta, 0.0)
     T = X * live_beta[None, :]
     high = rounded(T, element)
-    square += entry * (C * C)
+    square = entry * (2 * C * C) + r * C + i
     tl.store(T_ptr + square, high, mask=mask)
     tl.store(T_ptr + C * C + square, rounded(T - high.to(tl.float32), element), mask=mask)
     # 2^G k = kx 2^-shift; half of that factor now, so that a small beta stays a normal number.
     T = X * (live_beta * fk * -exp2(-0.5 * shift))[None, :]
     high = rounded(T, element)
     w = tl.dot(rounded(T - high.to(tl.float32), element), kx, acc=tl.dot(high, kx)) * exp2(-0.5 * shift)
-    tl.store(w_ptr + at, rounded(w, element), mask=mask)
+    store_tile(w_ptr, entry, w, mask, True)
 
 
 def in_units(*tensors: torch.Tensor) -> tuple[list[torch.Tensor], list[int]]:
@@ -279,8 +292,9 @@ def prepare_chunks(problem: Problem, plan: Plan, inputs: Inputs) -> Prepared:
     """The tiles of every chunk of a plan with C tokens a chunk; unused rows of the plan's table are not written."""
     HV, K, NC, dtype, device = problem.HV, problem.K, plan.num_chunks, tile_dtype(problem), inputs.q.device
     new = lambda *shape, dtype=dtype: torch.empty(NC, HV, *shape, dtype=dtype, device=device)
+    n = 2 if dtype == torch.float32 else 1
     p = Prepared(
-        new(C, C), new(2, C, C), new(C, K), new(C, K), new(C, K), new(K, dtype=torch.float32), new(2, C, dtype=torch.float32),
+        new(C, C), new(2, C, C), new(n * C, K), new(n * C, K), new(C, K), new(K, dtype=torch.float32), new(2, C, dtype=torch.float32),
         None if problem.bounded else new(dtype=torch.int32),
     )  # fmt: skip
     rows, units = in_units(inputs.q, inputs.k, inputs.g)

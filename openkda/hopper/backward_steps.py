@@ -44,6 +44,21 @@ def state_offsets(n, h, vv, kk, HV, K: tl.constexpr, V: tl.constexpr, V_FIRST: t
 
 
 @triton.jit
+def load_first(ptr, entry, C: tl.constexpr, D: tl.constexpr):
+    """The first [C, D] of two tiles, the second of which is its transpose"""
+    return tl.load(ptr + entry * (2 * C * D) + tl.arange(0, C)[:, None] * D + tl.arange(0, D)[None, :])
+
+
+@triton.jit
+def load_transposed(ptr, n, C: tl.constexpr, D: tl.constexpr):
+    """The tile [C, D] whose transpose is number n at ptr"""
+    rows = tl.arange(0, C)
+    cols = tl.arange(0, D)
+    ptr += n * (C * D)
+    return tl.trans(tl.load(ptr + cols[:, None] * C + rows[None, :]))
+
+
+@triton.jit
 def forward_steps(
     S, T_ptr, w_ptr, kg_ptr, decay_ptr, v_ptr, v_row, h_ptr, r_ptr, first, length, chunk, count, h, vv, HV,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BV: tl.constexpr, STAGES: tl.constexpr,
@@ -58,8 +73,12 @@ def forward_steps(
         v = load_tile(v_ptr + (first + c * C) * v_row + h * V, rows, v_row, vv, rows < length - c * C, V, BV)
         T = tl.load(T_ptr + entry * (2 * C * C) + square)
         rest = tl.load(T_ptr + entry * (2 * C * C) + C * C + square)
-        w = tl.load(w_ptr + entry * (C * K) + tile)
-        kg = tl.load(kg_ptr + entry * (C * K) + tile)
+        if w_ptr.dtype.element_ty == tl.float32:
+            w = load_first(w_ptr, entry, C, K)
+            kg = load_transposed(kg_ptr, 2 * entry + 1, C, K)
+        else:
+            w = tl.load(w_ptr + entry * (C * K) + tile)
+            kg = tl.load(kg_ptr + entry * (C * K) + tile)
         decay = tl.load(decay_ptr + entry * K + kk)
         Sb = rounded(S, w.dtype)
         if h_ptr is not None:
@@ -88,10 +107,16 @@ def reverse_steps(
         c = count - 1 - back
         entry = (chunk + c) * HV + h
         do = load_tile(do_ptr + (first + c * C) * do_row + h * V, rows, do_row, vv, rows < length - c * C, V, BV)
-        Aqk = tl.load(Aqk_ptr + entry * (C * C) + square)
-        kg = tl.load(kg_ptr + entry * (C * K) + tile)
-        qg = tl.load(qg_ptr + entry * (C * K) + tile)
-        w = tl.load(w_ptr + entry * (C * K) + tile)
+        if w_ptr.dtype.element_ty == tl.float32:
+            Aqk = load_transposed(Aqk_ptr, entry, C, C)
+            kg = load_first(kg_ptr, entry, C, K)
+            qg = load_transposed(qg_ptr, entry, C, K)
+            w = load_transposed(w_ptr, 2 * entry + 1, C, K)
+        else:
+            Aqk = tl.load(Aqk_ptr + entry * (C * C) + square)
+            kg = tl.load(kg_ptr + entry * (C * K) + tile)
+            qg = tl.load(qg_ptr + entry * (C * K) + tile)
+            w = tl.load(w_ptr + entry * (C * K) + tile)
         decay = tl.load(decay_ptr + entry * K + kk)
         dSb = rounded(dS, w.dtype)
         if dh_ptr is not None:
@@ -117,8 +142,12 @@ def map_steps(w_ptr, kg_ptr, decay_ptr, chunk, count, h, rows, HV, K: tl.constex
     M = tl.where(rows[:, None] == tl.arange(0, K)[None, :], 1.0, 0.0)
     for c in tl.range(0, count, num_stages=STAGES):
         entry = (chunk + c) * HV + h
-        w = tl.load(w_ptr + entry * (C * K) + tile)
-        kg = tl.load(kg_ptr + entry * (C * K) + tile)
+        if w_ptr.dtype.element_ty == tl.float32:
+            w = load_first(w_ptr, entry, C, K)
+            kg = load_transposed(kg_ptr, 2 * entry + 1, C, K)
+        else:
+            w = tl.load(w_ptr + entry * (C * K) + tile)
+            kg = tl.load(kg_ptr + entry * (C * K) + tile)
         decay = tl.load(decay_ptr + entry * K + tl.arange(0, K))
         r = rounded(tl.dot(rounded(M, w.dtype), tl.trans(w)), w.dtype)
         M = tl.dot(r, kg, acc=M * decay[None, :])
