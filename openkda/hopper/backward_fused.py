@@ -39,6 +39,7 @@ from openkda.hopper.backward_tiles import (
     gate_constants,
     hold,
     inverse,
+    load_beta,
     of_chunks,
     of_tokens,
     state_products,
@@ -156,10 +157,7 @@ def score_gradients(DN, least, buf, beta_ptr, beta_row, dbeta_ptr, norms_ptr, la
     token = row % 32
     N_rr = gl.sum(gl.where(column == token[:, None], DN, 0.0), 1)
     mine = lower & (token < length)
-    beta = gl.load(beta_ptr + token * beta_row, mask=mine, other=0.0).to(gl.float32)
-    if F.beta_sigmoid:
-        beta = (2.0 if F.neg_eigval else 1.0) * rcp(1.0 + ex2(beta * -LOG2E))
-    floor = gl.where(gl.abs(beta) < 2.0**-30, 2.0**-30, beta)
+    beta, floor = load_beta(beta_ptr + token * beta_row, mine, F)
     dbeta = N_rr / (floor * floor)
     if F.beta_sigmoid:
         dbeta *= beta * (1.0 - (0.5 * beta if F.neg_eigval else beta))

@@ -29,6 +29,7 @@ from openkda.hopper.backward_tiles import (
     hold,
     inverse,
     level_factor,
+    load_beta,
     of_chunks,
     of_tokens,
     sums_from_first,
@@ -40,7 +41,7 @@ from openkda.hopper.blocks import both_operands, invert, places
 from openkda.hopper.compat import fence_async_shared, gl, gluon, mbarrier, mma_v2, tma, warpgroup_mma, warpgroup_mma_wait
 from openkda.hopper.launch import dense, packed_rows
 from openkda.hopper.runtime import Launch, Pointer, start
-from openkda.hopper.tiles import LOG2E, block_layout, ex2, group_layout, plain_shared, rcp, rsqrt, stack_layout, tile_layout
+from openkda.hopper.tiles import block_layout, ex2, group_layout, plain_shared, rsqrt, stack_layout, tile_layout
 from openkda.plan import Plan
 from openkda.portable.tile import as_rows
 from openkda.problem import Inputs, Problem
@@ -118,10 +119,7 @@ def make_buffers(src, F: gl.constexpr):
 @gluon.jit
 def activated_beta(ptr, token, stride, live, F: gl.constexpr):
     """beta of the rows `token`, after the sigmoid; 0 on rows past the end"""
-    beta = gl.load(ptr + token * stride, mask=live, other=0.0).to(gl.float32)
-    if F.beta_sigmoid:
-        beta = (2.0 if F.neg_eigval else 1.0) * rcp(1.0 + ex2(beta * -LOG2E))
-    beta = gl.where(gl.abs(beta) < 2.0**-30, 2.0**-30, beta)
+    _, beta = load_beta(ptr + token * stride, live, F)
     return gl.where(live, beta, 0.0)
 
 

@@ -49,6 +49,15 @@ def of_chunks(operand: int, dtype: torch.dtype, tiles: int, rows: int, width: in
     return Matrix(operand, dtype, tiles * rows, width, width, rows, width)
 
 
+@gluon.jit
+def load_beta(ptr, mask, F: gl.constexpr):
+    """beta after the sigmoid, and the same at least 2^-30 from zero: its gradient is found by dividing by it"""
+    beta = gl.load(ptr, mask=mask, other=0.0).to(gl.float32)
+    if F.beta_sigmoid:
+        beta = (2.0 if F.neg_eigval else 1.0) * rcp(1.0 + ex2(beta * -LOG2E))
+    return beta, gl.where(gl.abs(beta) < 2.0**-30, 2.0**-30, beta)
+
+
 def scan_code(reverse: bool = False, own: bool = True) -> str:
     """PTX of a running sum over the tokens of a tile, from the first or from the last. own: whether a token's sum holds the token."""
     way, last, order = ("down", 0, (3, 2, 1, 0)) if reverse else ("up", 3, (0, 1, 2, 3))
