@@ -25,8 +25,8 @@ def transposed(x):
 def store_entry(states, S, row, work, HV, first: gl.constexpr, T: gl.constexpr):
     """Where a chunk begins at `row`, write S [64, K], the rows from `first` on of the state before it.
 
-    Wider pieces take an exchange between threads. T8192 H64, chunks of 64, microseconds where tails suffice and where they do not: V first
-    387 and 438, without it 418 and 492; K first 436 and 475, without it 375 and 485."""
+    Wider pieces take an exchange between threads. T8192 H64, chunks of 64, microseconds at 6646188 where tails suffice and where
+    not: V first 387 and 438, without it 418 and 492; K first 436 and 475, without it 375 and 485."""
     if T.chunk > 0:
         since = row - work.first
         if since % T.chunk == 0:
