@@ -40,6 +40,7 @@ class Tiles:
     split: str  # which work a block takes from the segment table: "none", "turns", "tails", ... (locate in segments.py)
     pdl: bool
     fixed: bool  # the segment table lies ready: no launch of the call writes it
+    located: bool  # the block finds its work before it hands over to its roles, not each role
 
 
 @dataclass(frozen=True)
@@ -67,13 +68,15 @@ def base_tiles(problem: Problem, shape: dict, **changes: object) -> Tiles:
     form = "levels" if p.dtype == torch.float16 else "product" if p.bounded else "halves"
     fields = dict(
         K=p.K, V=p.V, outputs=True, gate=gate, l2norm=p.qk_l2norm, state_v_first=p.state_v_first, split="none", pdl=False,
-        fixed=not p.varlen, chunk=p.chunk_size if p.return_intermediate_states and changes.get("outputs", True) else 0,
+        fixed=not p.varlen, located=False, chunk=p.chunk_size if p.return_intermediate_states and changes.get("outputs", True) else 0,
         beta="given" if not p.beta_sigmoid else "twice" if p.neg_eigval else "sigmoid",
         form=form, kg=form != "product",
     )  # fmt: skip
     if (form == "halves" or changes.get("split") == "tails") and shape is FULL:  # all that the scan can spare where it has no tail to run
         shape = {**shape, "prep_regs": shape["prep_regs"] + 8}
     tiles = Tiles(**{**fields, **shape, **changes})
+    # Where the scan of 128 rows under unbounded gates finds its work itself, its loop is short of registers and 10 % slower.
+    tiles = replace(tiles, located=form == "halves" and tiles.outputs and tiles.R == 128 and tiles.split != "tails")
     per_group = group_bytes(tiles, p.gate_dtype.itemsize)
     return replace(tiles, groups=min(tiles.groups, (SHARED_BYTES - 2 * BLOCK * tiles.R * 2 - RESERVED_BYTES) // per_group))
 

@@ -13,21 +13,22 @@ from openkda.hopper.compat import gdc_launch_dependents, gdc_wait, gl, gluon
 from openkda.hopper.own import Verdict, make_verdict
 from openkda.hopper.prep import load_role, prep_role
 from openkda.hopper.scan import Output, Sink, States, forward_scan, summary_scan
-from openkda.hopper.segments import Deal, Queue, begin_item, make_queue, read_row
+from openkda.hopper.segments import Deal, Queue, begin_item, locate, make_queue, read_row
 from openkda.hopper.tiles import Source, make_ring, tile_layout
 
 
 @gluon.jit
-def scan_role(ring, out, states, sink, deal, queue, verdict, row, HV, NS, T: gl.constexpr):
-    work = begin_item(deal, row, True, T)
+def scan_role(ring, out, states, sink, deal, queue, verdict, first, HV, NS, T: gl.constexpr):
+    work = begin_item(deal, first, True, T)
+    segment = gl.program_id(0) // HV if T.located else first.segment
     if T.outputs:
-        forward_scan(ring, out, states, sink, deal, queue, verdict, work, row.segment, HV, NS, T)
+        forward_scan(ring, out, states, sink, deal, queue, verdict, work, segment, HV, NS, T)
     else:
-        summary_scan(ring, states, sink, work, row.segment, HV, NS, T)
+        summary_scan(ring, states, sink, work, segment, HV, NS, T)
 
 
 @gluon.jit
-def run_roles(scan, ring, src, deal, queue, verdict, row, T: gl.constexpr):
+def run_roles(scan, ring, src, deal, queue, verdict, first, T: gl.constexpr):
     """The scan, with arguments `scan`, in the default partition beside the preparation and the load warps. State-only passes have no q and
     one preparation partition."""
     regs: gl.constexpr = T.prep_regs
@@ -35,9 +36,9 @@ def run_roles(scan, ring, src, deal, queue, verdict, row, T: gl.constexpr):
         gl.warp_specialize(
             [
                 (scan_role, scan),
-                (prep_role, (ring, src, deal, queue, verdict, row, 0, T)),
-                (prep_role, (ring, src, deal, queue, verdict, row, 1, T)),
-                (load_role, (ring, src, deal, queue, row, "gkqv", T)),
+                (prep_role, (ring, src, deal, queue, verdict, first, 0, T)),
+                (prep_role, (ring, src, deal, queue, verdict, first, 1, T)),
+                (load_role, (ring, src, deal, queue, first, "gkqv", T)),
             ],
             [4, 4, 1],
             [regs, regs, 24],
@@ -46,12 +47,12 @@ def run_roles(scan, ring, src, deal, queue, verdict, row, T: gl.constexpr):
         gl.warp_specialize(
             [
                 (scan_role, scan),
-                (prep_role, (ring, src, deal, queue, verdict, row, 0, T)),
-                (prep_role, (ring, src, deal, queue, verdict, row, 1, T)),
-                (load_role, (ring, src, deal, queue, row, "g", T)),
-                (load_role, (ring, src, deal, queue, row, "k", T)),
-                (load_role, (ring, src, deal, queue, row, "q", T)),
-                (load_role, (ring, src, deal, queue, row, "v", T)),
+                (prep_role, (ring, src, deal, queue, verdict, first, 0, T)),
+                (prep_role, (ring, src, deal, queue, verdict, first, 1, T)),
+                (load_role, (ring, src, deal, queue, first, "g", T)),
+                (load_role, (ring, src, deal, queue, first, "k", T)),
+                (load_role, (ring, src, deal, queue, first, "q", T)),
+                (load_role, (ring, src, deal, queue, first, "v", T)),
             ],
             [4, 4, 1, 1, 1, 1],
             [regs, regs, 24, 24, 24, 24],
@@ -60,10 +61,10 @@ def run_roles(scan, ring, src, deal, queue, verdict, row, T: gl.constexpr):
         gl.warp_specialize(
             [
                 (scan_role, scan),
-                (prep_role, (ring, src, deal, queue, verdict, row, 0, T)),
-                (load_role, (ring, src, deal, queue, row, "g", T)),
-                (load_role, (ring, src, deal, queue, row, "k", T)),
-                (load_role, (ring, src, deal, queue, row, "v", T)),
+                (prep_role, (ring, src, deal, queue, verdict, first, 0, T)),
+                (load_role, (ring, src, deal, queue, first, "g", T)),
+                (load_role, (ring, src, deal, queue, first, "k", T)),
+                (load_role, (ring, src, deal, queue, first, "v", T)),
             ],
             [4, 1, 1, 1],
             [regs, 24, 24, 24],
@@ -80,10 +81,11 @@ def forward_kernel(
     R: gl.constexpr = T.R
     if T.pdl:
         gdc_launch_dependents()
-        if not T.fixed:
+        if T.located or not T.fixed:
             gdc_wait()
     deal = Deal(segments_ptr, tickets_ptr, known_ptr, chunks_ptr, items, HV, group, NS, tail)
     row = read_row(deal, gl.program_id(0))
+    first = locate(deal, row, True, T) if T.located else row
     src = Source(q_desc, k_desc, v_desc, g_desc, beta_ptr, A_log_ptr, dt_bias_ptr, HV, lower_bound, scale)
     ring = make_ring(src, T)
     queue = make_queue() if tickets_ptr is not None else Queue(None, None, None)
@@ -91,7 +93,7 @@ def forward_kernel(
     states = States(initial_ptr, final_ptr, entry_ptr, h_ptr)
     sink = Sink(None, known_ptr, tail)
     verdict = make_verdict() if T.split == "tails" else Verdict(None, None)
-    run_roles((ring, out, states, sink, deal, queue, verdict, row, HV, NS, T), ring, src, deal, queue, verdict, row, T)
+    run_roles((ring, out, states, sink, deal, queue, verdict, first, HV, NS, T), ring, src, deal, queue, verdict, first, T)
 
 
 @gluon.jit(do_not_specialize=["HV", "group", "NS", "tail"], do_not_specialize_on_alignment=["beta_ptr"])

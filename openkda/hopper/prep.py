@@ -79,10 +79,10 @@ def load_item(ring, src, work, before, what: gl.constexpr, T: gl.constexpr):
 
 
 @gluon.jit
-def load_role(ring, src, deal, queue, row, what: gl.constexpr, T: gl.constexpr):
+def load_role(ring, src, deal, queue, first, what: gl.constexpr, T: gl.constexpr):
     """A warp per operand: requests take long enough to hold up the preparation if one warp makes them all. Where blocks take items in turn
     they do not, and one warp tells the other roles what comes next."""
-    work = begin_item(deal, row, False, T)
+    work = begin_item(deal, first, False, T)
     if T.split == "turns":
         before = 0
         turn = 0
@@ -238,10 +238,10 @@ def prep_item(ring, src, work, before, first, T: gl.constexpr):
 
 
 @gluon.jit
-def prep_role(ring, src, deal, queue, verdict, row, part: gl.constexpr, T: gl.constexpr):
+def prep_role(ring, src, deal, queue, verdict, first, part: gl.constexpr, T: gl.constexpr):
     """The groups of the ring whose number is `part`, modulo the preparation partitions"""
     preps: gl.constexpr = T.preps
-    work = begin_item(deal, row, False, T)
+    work = begin_item(deal, first, False, T)
     if T.split == "turns":
         before = 0
         turn = 0

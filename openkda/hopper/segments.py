@@ -194,12 +194,16 @@ def read_row(deal, item):
 
 
 @gluon.jit
-def begin_item(deal, row, writes: gl.constexpr, T: gl.constexpr):
-    """The work of the block's first item, for one of its roles, when all launches before are done: the row, barriers and the hand-over to
-    the roles, which read nothing that a launch writes, are before that. `writes`: this role tells what it finds"""
-    if T.pdl and T.fixed:
-        gdc_wait()
-    return locate(deal, row, writes, T)
+def begin_item(deal, first, writes: gl.constexpr, T: gl.constexpr):
+    """The work of the block's first item, for one of its roles, from what the block hands over: its row, or with T.located its work. A role
+    itself waits for the end of the launches before: the row, barriers and the hand-over, which read nothing that a launch writes, are done
+    by then. `writes`: this role tells what it finds"""
+    if T.located:
+        return first
+    else:
+        if T.pdl and T.fixed:
+            gdc_wait()
+        return locate(deal, first, writes, T)
 
 
 @gluon.jit
