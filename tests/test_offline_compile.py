@@ -1,25 +1,25 @@
-"""Every portable kernel compiles for every target, without spills and within the target's shared memory (no GPU needed)."""
+"""Every portable kernel compiles for every target, without spills but those named here, within the target's shared memory (no GPU needed)."""
 
 import pytest
-from offline import SHARED_LIMIT, TARGETS, faults, in_subprocess
-
-
-@pytest.mark.parametrize("target", TARGETS)
-def test_portable_forward(target):
-    kernels = in_subprocess(target, "offline_portable:compile_all")
-    assert {k.name for k in kernels} == {"gate_cumsum_kernel", "intra_kernel", "solve_kernel", "wy_kernel", "scan_kernel"}
-    assert faults(target, kernels) == []
-
+from offline import SHARED_LIMIT, TARGETS, in_subprocess
 
 # Bytes per thread. Two overlapping programs of four warps that spill beat one of eight that does not: 0.98 against 1.58 ms on an H200.
-# The convolution's: four registers of 255, on sm_100 under Triton 3.9 alone.
-SPILLS = {"input_gradients_kernel": 448, "both_scans_kernel": 64, "conv_backward_kernel": 16}
+# The convolution's: four registers of 255, on sm_100 under Triton 3.9 alone. The forward scan's: two of 168, on sm_120 under Triton 3.9
+# alone.
+SPILLS = {"input_gradients_kernel": 448, "both_scans_kernel": 64, "conv_backward_kernel": 16, "scan_kernel": 8}
 
 
 def within(target, kernels):
     for k in kernels:
         assert k.spills <= SPILLS.get(k.name, 0), k.name
         assert k.shared <= SHARED_LIMIT[target], k.name
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_portable_forward(target):
+    kernels = in_subprocess(target, "offline_portable:compile_all")
+    assert {k.name for k in kernels} == {"gate_cumsum_kernel", "intra_kernel", "solve_kernel", "wy_kernel", "scan_kernel"}
+    within(target, kernels)
 
 
 @pytest.mark.parametrize("target", TARGETS)
