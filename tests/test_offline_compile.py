@@ -1,4 +1,4 @@
-"""Every portable kernel compiles for every target, without spills but those named here, within the target's shared memory (no GPU needed)."""
+"""Every portable kernel compiles for every target, with no spills but those named here, within the target's shared memory; no GPU needed."""
 
 import pytest
 from offline import SHARED_LIMIT, TARGETS, in_subprocess
