@@ -1,4 +1,4 @@
-"""Every portable kernel compiles for every target, with no spills but those named here, within the target's shared memory; no GPU needed."""
+"""Every portable kernel compiles for every target within its shared memory, with no spills but those named here; no GPU needed."""
 
 import pytest
 from offline import SHARED_LIMIT, TARGETS, in_subprocess
