@@ -59,6 +59,18 @@ def load_transposed(ptr, n, C: tl.constexpr, D: tl.constexpr):
 
 
 @triton.jit
+def load_keys(w_ptr, kg_ptr, entry, tile, C: tl.constexpr, K: tl.constexpr):
+    """(w, kg) [C, K] of a chunk as the forward's products take them; fp32 tiles come in pairs, each beside its transpose"""
+    if w_ptr.dtype.element_ty == tl.float32:
+        w = load_first(w_ptr, entry, C, K)
+        kg = load_transposed(kg_ptr, 2 * entry + 1, C, K)
+    else:
+        w = tl.load(w_ptr + entry * (C * K) + tile)
+        kg = tl.load(kg_ptr + entry * (C * K) + tile)
+    return w, kg
+
+
+@triton.jit
 def forward_steps(
     S, T_ptr, w_ptr, kg_ptr, decay_ptr, v_ptr, v_row, h_ptr, r_ptr, first, length, chunk, count, h, vv, HV,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BV: tl.constexpr, STAGES: tl.constexpr,
@@ -73,12 +85,7 @@ def forward_steps(
         v = load_tile(v_ptr + (first + c * C) * v_row + h * V, rows, v_row, vv, rows < length - c * C, V, BV)
         T = tl.load(T_ptr + entry * (2 * C * C) + square)
         rest = tl.load(T_ptr + entry * (2 * C * C) + C * C + square)
-        if w_ptr.dtype.element_ty == tl.float32:
-            w = load_first(w_ptr, entry, C, K)
-            kg = load_transposed(kg_ptr, 2 * entry + 1, C, K)
-        else:
-            w = tl.load(w_ptr + entry * (C * K) + tile)
-            kg = tl.load(kg_ptr + entry * (C * K) + tile)
+        w, kg = load_keys(w_ptr, kg_ptr, entry, tile, C, K)
         decay = tl.load(decay_ptr + entry * K + kk)
         Sb = rounded(S, w.dtype)
         if h_ptr is not None:
@@ -142,12 +149,7 @@ def map_steps(w_ptr, kg_ptr, decay_ptr, chunk, count, h, rows, HV, K: tl.constex
     M = tl.where(rows[:, None] == tl.arange(0, K)[None, :], 1.0, 0.0)
     for c in tl.range(0, count, num_stages=STAGES):
         entry = (chunk + c) * HV + h
-        if w_ptr.dtype.element_ty == tl.float32:
-            w = load_first(w_ptr, entry, C, K)
-            kg = load_transposed(kg_ptr, 2 * entry + 1, C, K)
-        else:
-            w = tl.load(w_ptr + entry * (C * K) + tile)
-            kg = tl.load(kg_ptr + entry * (C * K) + tile)
+        w, kg = load_keys(w_ptr, kg_ptr, entry, tile, C, K)
         decay = tl.load(decay_ptr + entry * K + tl.arange(0, K))
         r = rounded(tl.dot(rounded(M, w.dtype), tl.trans(w)), w.dtype)
         M = tl.dot(r, kg, acc=M * decay[None, :])
