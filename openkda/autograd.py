@@ -8,16 +8,57 @@ which serves everything, recomputes the forward and lets autograd differentiate 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import fields
+from functools import wraps
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from openkda import backends
-from openkda.problem import Inputs, Problem
+from openkda.problem import Inputs, Problem, transform_of
 
 TENSORS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
 CONSTANTS = tuple(f.name for f in fields(Inputs) if f.name not in TENSORS)
+
+
+def first_order(what: str, instead: str) -> Callable[[Callable], Callable]:
+    """A decorator for the backward(ctx, saved tensors, *upstream gradients) of an autograd function made of kernels. what: its name in
+    errors; instead: what to use instead.
+
+    Gradients of its gradients are refused wherever they are asked for. (torch's once_differentiable does so along the upstream gradients
+    alone: along the inputs the gradients would count as constants.)"""
+
+    def decorate(backward: Callable) -> Callable:
+        @wraps(backward)
+        def call(ctx, *upstream: torch.Tensor | None):
+            batched = any(isinstance(t, torch.Tensor) and torch._C._functorch.is_legacy_batchedtensor(t) for t in upstream)
+            if batched or transform_of(upstream) != "none":
+                raise ValueError(f"the gradients of {what} take no batched, forward-mode or torch.func gradients from above; {instead}")
+            saved = ctx.saved_tensors  # once: a checkpoint recomputes them for one reader
+            with torch.no_grad():
+                grads = backward(ctx, saved, *upstream)
+            if not torch.is_grad_enabled():  # no create_graph
+                return grads
+            given = [g for g in grads if g is not None]
+            tied = iter(_Tied.apply(what, instead, len(given), *given, *upstream, *saved) if given else ())
+            return tuple(None if g is None else next(tied) for g in grads)
+
+        return staticmethod(call)
+
+    return decorate
+
+
+class _Tied(torch.autograd.Function):
+    """apply(what, instead, n, *n gradients, *tensors that they depend on) -> the gradients."""
+
+    @staticmethod
+    def forward(ctx, what: str, instead: str, n: int, *tensors: torch.Tensor | None):
+        ctx.what, ctx.instead = what, instead
+        return tuple(x.view_as(x) for x in tensors[:n])
+
+    @staticmethod
+    def backward(ctx, *upstream: torch.Tensor | None):
+        raise ValueError(f"the gradients of {ctx.what} have no gradients of their own (create_graph=True); {ctx.instead}")
 
 
 class ChunkKDA(torch.autograd.Function):
@@ -37,10 +78,8 @@ class ChunkKDA(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         return o, final_state
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, do: torch.Tensor | None, dfinal_state: torch.Tensor | None):
-        saved = ctx.saved_tensors
+    @first_order("chunk_kda's kernels", 'backend="torch" has them')
+    def backward(ctx, saved: tuple, do: torch.Tensor | None, dfinal_state: torch.Tensor | None):
         inputs = Inputs(**dict(zip(TENSORS, saved)), **ctx.constants)
         o, kept = saved[len(TENSORS)], saved[len(TENSORS) + 1 :]
         grads = gradients(ctx.problem, ctx.backend, inputs, ctx.needs_input_grad[4:], o, do, dfinal_state, kept)

@@ -36,10 +36,15 @@ def on_its_device(function: Callable) -> Callable:
     return call
 
 
-def _missing_triton(name: str) -> str | None:
-    if name == "torch" or importlib.util.find_spec("triton") is not None:
+def _why_no_kernel(name: str, problem: Problem) -> str | None:
+    """What any backend made of kernels refuses."""
+    if name == "torch":
         return None
-    return f"the {name} backend needs Triton, which is not installed"
+    if importlib.util.find_spec("triton") is None:
+        return f"the {name} backend needs Triton, which is not installed"
+    if problem.transform != "none":
+        return f"the {name} backend's kernels know nothing of torch.func's transforms and forward-mode derivatives; the torch backend does"
+    return None
 
 
 @cache
@@ -50,7 +55,7 @@ def module(name: str) -> ModuleType:
 
 def why_not(name: str, problem: Problem) -> str | None:
     """None when backend `name` serves the problem, else one sentence saying what it lacks."""
-    return _missing_triton(name) or module(name).why_not(problem)
+    return _why_no_kernel(name, problem) or module(name).why_not(problem)
 
 
 def why_not_backward(name: str, problem: Problem) -> str | None:
@@ -98,8 +103,8 @@ def why_not_recurrent(name: str, problem: Problem) -> str | None:
         return None
     if name == "hopper":
         return "the hopper backend has no token-by-token form of its own; portable serves it"
-    missing = _missing_triton(name)
-    return missing or importlib.import_module("openkda.portable.decode").why_not(problem)
+    reason = _why_no_kernel(name, problem)
+    return reason or importlib.import_module("openkda.portable.decode").why_not(problem)
 
 
 def choose_recurrent(problem: Problem, backend: str | None = None) -> str:

@@ -232,5 +232,10 @@ def _differentiate_recurrence(ctx, do: Tensor | None, dfinal_state: Tensor | Non
     return _differentiate(ctx, flags, do, dfinal_state)
 
 
+def _refuse(ctx, dgrads: list[Tensor]) -> None:
+    raise ValueError('the gradients of chunk_kda as an operator have no gradients of their own; backend="torch" in an eager call has them')
+
+
+chunk_kda_backward_op.register_autograd(_refuse)
 chunk_kda_op.register_autograd(_differentiate_chunks, setup_context=_keep_inputs)
 recurrent_kda_op.register_autograd(_differentiate_recurrence, setup_context=_keep_inputs)

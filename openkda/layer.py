@@ -91,7 +91,7 @@ def _power_of_two(n: int) -> int:
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
     """rms_norm(x) * weight * sigmoid(gate) over the last dim, returned in x's dtype. x, gate [..., V]; weight [V]. Computes in
     fp32, or fp64 for fp64. On a GPU one Triton kernel, one more for the gradients; in a compiled graph torch's operators."""
-    if kernels_serve(x) and kernels_serve(gate):
+    if kernels_serve(x, weight) and kernels_serve(gate):
         from openkda.portable.gated_norm import gated_norm
 
         return gated_norm(x, gate, weight, eps)

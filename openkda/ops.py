@@ -85,7 +85,9 @@ def chunk_kda(
     Raises:
         ValueError, TypeError: one sentence naming the argument, its value and what is allowed.
 
-    Gradients flow to q, k, v, g, beta, A_log, dt_bias and initial_state, also from final_state.
+    Gradients flow to q, k, v, g, beta, A_log, dt_bias and initial_state, also from final_state. The torch backend has derivatives of any
+    order, forward-mode ones and those of torch.func too, and serves calls inside such transforms; the kernels' gradients are first ones,
+    and differentiating them again is an error. There is no rule for torch.vmap.
     """
     if cp_context is not None:
         raise fail("cp_context", f"a {type(cp_context).__name__}", "None: this release has no context parallelism over devices")
@@ -112,6 +114,8 @@ def chunk_kda(
         state_v_first=state_v_first, chunk_size=chunk_size, check_lengths=not use_graph,
     )  # fmt: skip
     backends.check_name(backend)
+    if problem.transform == "vmap":
+        raise ValueError("chunk_kda has no rule for torch.vmap; fold the mapped dimension into B, or into the sequences of cu_seqlens")
     name = backends.choose(problem, backend)
     if return_intermediate_states or not problem.needs_grad or name == "torch":
         grad = problem.needs_grad and not return_intermediate_states

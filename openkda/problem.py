@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
 import torch
+from torch.autograd import forward_ad
 
 from openkda.plan import Plan
 
@@ -57,6 +59,7 @@ class Problem:
     state_v_first: bool
     chunk_size: int
     needs_grad: bool
+    transform: str  # how torch sees the tensors, as `transform_of` says
     device_type: str
     capability: tuple[int, int] | None  # CUDA compute capability; None on other devices
 
@@ -134,6 +137,22 @@ def through_operator(q: object) -> bool:
     """Whether a call is an operator's to make, since its tensors may have no values: in a graph that is being compiled, for fake and
     other special kinds of tensor, on the meta device."""
     return torch.compiler.is_compiling() or type(q) not in _PLAIN or q.is_meta
+
+
+def transform_of(tensors: Iterable[object]) -> str:
+    """How torch sees tensors: "none", as they are; "derivative", through torch.func.grad, vjp, jvp or with forward-mode tangents, of which
+    a kernel would know nothing; "vmap", through torch.vmap."""
+    if forward_ad._current_level < 0 and not torch._C._are_functorch_transforms_active():
+        return "none"
+    found = "none"
+    for t in tensors:
+        while isinstance(t, torch.Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(t):
+            if torch._C._functorch.is_batchedtensor(t):
+                return "vmap"
+            found, t = "derivative", torch._C._functorch.get_unwrapped(t)
+        if isinstance(t, torch.Tensor) and forward_ad._current_level >= 0 and forward_ad.unpack_dual(t).tangent is not None:
+            found = "derivative"
+    return found
 
 
 def _check_tensor(name: str, t: Meta, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], device: torch.device) -> None:
@@ -218,7 +237,7 @@ def _capability(device: torch.device) -> tuple[int, int] | None:
 def _build(
     q: tuple, k: tuple, v: tuple, g: tuple, beta: tuple, A_log: tuple | None, dt_bias: tuple | None, state: tuple | None, cu: tuple | None,
     scale: float | None, gate: str, lower_bound: float | None, safe_gate: bool, l2norm: bool, sigmoid: bool, neg: bool, final: bool,
-    states: bool, v_first: bool, chunk_size: int, needs_grad: bool,
+    states: bool, v_first: bool, chunk_size: int, needs_grad: bool, transform: str,
 ) -> Problem:  # fmt: skip
     """Checks and `Problem` from tensor metadata alone."""
     q, k, v, g, beta, A_log, dt_bias, state, cu = (t and Meta(*t) for t in (q, k, v, g, beta, A_log, dt_bias, state, cu))
@@ -250,7 +269,7 @@ def _build(
         lower_bound=None if lower_bound is None else float(lower_bound), safe_gate=safe_gate, has_A_log=A_log is not None,
         has_dt_bias=dt_bias is not None, qk_l2norm=l2norm, beta_sigmoid=sigmoid, neg_eigval=neg, has_initial_state=state is not None,
         output_final_state=final, return_intermediate_states=states, state_v_first=v_first, chunk_size=chunk_size, needs_grad=needs_grad,
-        device_type=q.device.type, capability=_capability(q.device),
+        transform=transform, device_type=q.device.type, capability=_capability(q.device),
     )  # fmt: skip
 
 
@@ -284,7 +303,7 @@ def describe(
         meta("q", q), meta("k", k), meta("v", v), meta("g", g), meta("beta", beta), meta("A_log", A_log, True),
         meta("dt_bias", dt_bias, True), meta("initial_state", initial_state, True), meta("cu_seqlens", cu_seqlens, True), scale, gate,
         lower_bound, bool(safe_gate), bool(use_qk_l2norm_in_kernel), bool(use_beta_sigmoid_in_kernel), bool(allow_neg_eigval),
-        bool(output_final_state), bool(return_intermediate_states), bool(state_v_first), chunk_size, needs_grad,
+        bool(output_final_state), bool(return_intermediate_states), bool(state_v_first), chunk_size, needs_grad, transform_of(tensors),
     )  # fmt: skip
     if cu_seqlens_cpu is not None and cu_seqlens is None:
         raise fail("cu_seqlens_cpu", "given", "None without cu_seqlens")

@@ -18,7 +18,7 @@ import torch
 
 from openkda import serving_torch
 from openkda.problem import check_bounds, fail, through_operator
-from openkda.serving_problem import Options, check_decode, check_scalars, check_types, layout
+from openkda.serving_problem import Options, check_decode, check_no_gradient, check_scalars, check_types, layout
 
 
 def kda_decode(
@@ -125,9 +125,8 @@ def _run_decode(tensors: tuple[torch.Tensor | None, ...], options: tuple) -> Non
 
 def _decode(tensors: tuple[torch.Tensor | None, ...], options: tuple) -> None:
     launch = find_launch(_launches, _decode_launch, TENSORS, tensors, options)
-    if torch.is_grad_enabled() and any(tensors[i].requires_grad for i in (0, 1, 2, 3, 4, 8)):  # q, k, v, gate, beta, state_pool
-        name = "fused_recurrent_kda with states in place" if options[-2] else "kda_decode"
-        raise ValueError(f"{name} has no gradient; call it under torch.no_grad(), or chunk_kda for training")
+    name = "fused_recurrent_kda with states in place" if options[-2] else "kda_decode"
+    check_no_gradient(name, (*tensors[:5], tensors[8]), ", or chunk_kda for training")  # q, k, v, gate, beta, state_pool
     launch(*tensors)
 
 

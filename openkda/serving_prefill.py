@@ -15,7 +15,7 @@ import torch
 from openkda import backends, serving_torch
 from openkda.problem import FLOAT_DTYPES, check_bounds, check_cu_seqlens, describe, fail, through_operator
 from openkda.serving import TENSORS, choose_backend, common_device, define
-from openkda.serving_problem import check_indices, check_like, check_pool, check_scalars, check_types, layout
+from openkda.serving_problem import check_indices, check_like, check_no_gradient, check_pool, check_scalars, check_types, layout
 
 
 class Checkpoints(NamedTuple):
@@ -84,8 +84,7 @@ def kda_prefill(
         check_scalars(lower_bound, scale, pad_slot, backend)
         torch.ops.openkda.kda_prefill(q, k, v, gate, beta, out, A_log, dt_bias, *pooled, *options)
     else:
-        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, k, v, gate, beta, state_pool)):
-            raise ValueError("kda_prefill has no gradient; call it under torch.no_grad(), or chunk_kda for training")
+        check_no_gradient("kda_prefill", (q, k, v, gate, beta, state_pool), ", or chunk_kda for training")
         _prefill(q, k, v, gate, beta, out, A_log, dt_bias, *pooled, *options)
     return out
 

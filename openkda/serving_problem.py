@@ -13,14 +13,14 @@ A ragged sequence may have more tokens than columns; the states past the last co
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 
-from openkda.problem import FLOAT_DTYPES, INDEX_DTYPES, MAX_HEAD_DIM, check_lower_bound, check_number, check_scale, fail
+from openkda.problem import FLOAT_DTYPES, INDEX_DTYPES, MAX_HEAD_DIM, check_lower_bound, check_number, check_scale, fail, transform_of
 
 STATE_DTYPES = (torch.float32, torch.bfloat16)
 MAX_STEP_TOKENS = 8  # tokens per sequence of a fused step; its loop over windows is unrolled
@@ -55,6 +55,14 @@ def check_scalars(lower_bound: object, scale: object, pad_slot: object, backend:
         raise TypeError(f"pad_slot is {pad_slot!r}; it must be an int")
     if not (backend is None or isinstance(backend, str)):
         raise TypeError(f"backend is a {type(backend).__name__}; it must be a str or None")
+
+
+def check_no_gradient(name: str, tensors: Iterable[torch.Tensor | None], instead: str = "") -> None:
+    """ValueError for a call whose gradient, or any other transform of torch's, would be lost: `name` has none (`instead` has)."""
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+        raise ValueError(f"{name} has no gradient; call it under torch.no_grad(){instead}")
+    if transform_of(tensors) != "none":
+        raise ValueError(f"{name} has no rule for torch.vmap, torch.func's transforms or forward-mode derivatives; call it outside of them")
 
 
 @dataclass(frozen=True)

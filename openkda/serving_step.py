@@ -13,7 +13,7 @@ import torch
 from openkda import serving_torch
 from openkda.problem import check_number, fail, through_operator
 from openkda.serving import choose_backend, common_device, define, find_launch
-from openkda.serving_problem import Options, check_decode, check_scalars, check_step, check_types, layout
+from openkda.serving_problem import Options, check_decode, check_no_gradient, check_scalars, check_step, check_types, layout
 
 
 def kda_fused_decode(
@@ -84,8 +84,7 @@ def kda_fused_decode(
 
 def _fused_decode(tensors: tuple[torch.Tensor | None, ...], options: tuple) -> None:
     launch = find_launch(_launches, _fused_launch, _TENSORS, tensors, options)
-    if torch.is_grad_enabled() and any(tensors[i].requires_grad for i in (0, 1, 2, 3, 4, 8, 11)):  # tokens, state_pool, output_gate
-        raise ValueError("kda_fused_decode has no gradient; call it under torch.no_grad()")
+    check_no_gradient("kda_fused_decode", (*tensors[:5], tensors[8], tensors[11]))  # tokens, state_pool, output_gate
     launch(*tensors)
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from openkda.problem import FLOAT_DTYPES
+from openkda.problem import FLOAT_DTYPES, transform_of
 
 MAX_TAPS = 8  # of the Triton kernels, which unroll them
 MAX_BATCH = 2**16 - 1  # of the same: an axis of their grids
@@ -29,9 +29,11 @@ def uses_causal_conv1d(stream: Tensor, taps: int) -> bool:
     return not torch.compiler.is_compiling() and stream.is_cuda and 2 <= taps <= 4 and installed("causal_conv1d")
 
 
-def kernels_serve(x: Tensor) -> bool:
-    """Whether the library's Triton kernels take the layer's pointwise work on x. A compiled graph fuses torch's operators instead."""
-    return not torch.compiler.is_compiling() and x.is_cuda and x.dtype in FLOAT_DTYPES and installed("triton")
+def kernels_serve(x: Tensor, *others: Tensor | None) -> bool:
+    """Whether the library's Triton kernels take the layer's pointwise work on x, whose other operands are `others`. A compiled graph fuses
+    torch's operators instead, and torch.func's transforms need them."""
+    served = not torch.compiler.is_compiling() and x.is_cuda and x.dtype in FLOAT_DTYPES and installed("triton")
+    return served and transform_of((x, *others)) == "none"
 
 
 def _filter(stream: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -45,7 +47,7 @@ def _filter(stream: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         # It pads W-1 zeros on the left; the outputs that saw them are the first W-1.
         bias = None if bias is None else bias.to(stream.dtype)
         y = causal_conv1d_fn(stream.transpose(1, 2), weight.squeeze(1).to(stream.dtype), bias, activation="silu")[..., taps - 1 :]
-    elif kernels_serve(stream) and taps <= MAX_TAPS and stream.shape[0] <= MAX_BATCH:
+    elif kernels_serve(stream, weight, bias) and taps <= MAX_TAPS and stream.shape[0] <= MAX_BATCH:
         from openkda.portable.short_conv import silu_conv
 
         return silu_conv(stream, weight, bias)

@@ -46,7 +46,7 @@ def forward(problem: Problem, inputs: Inputs) -> tuple[torch.Tensor, torch.Tenso
         S0 = (S0.transpose(-1, -2) if problem.state_v_first else S0).to(dtype)  # [N, HV, K, V]
     tensors = (inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta)
     differentiable = (*tensors, inputs.A_log, inputs.dt_bias, S0)
-    recorded = torch.is_grad_enabled() and any(x.requires_grad for x in differentiable if x is not None)
+    recorded = problem.transform != "none" or (torch.is_grad_enabled() and any(x.requires_grad for x in differentiable if x is not None))
     sequences = _recorded if recorded else torch_forward.sequences
     if not problem.varlen:
         o, S, h = sequences(problem, inputs, tensors, S0)
@@ -68,7 +68,7 @@ def forward(problem: Problem, inputs: Inputs) -> tuple[torch.Tensor, torch.Tenso
         h = torch.cat(entries, 1) if entries else inputs.q.new_zeros(1, 0, problem.HV, problem.K, problem.V)
     flip = (lambda x: x.transpose(-1, -2).contiguous()) if problem.state_v_first else (lambda x: x)
     final = flip(S).to(problem.state_dtype) if problem.output_final_state else None
-    if final is not None and inputs.initial_state is not None and final.data_ptr() == inputs.initial_state.data_ptr():
+    if final is not None and problem.T == 0:
         final = final.clone()  # no token changed the state; the result is the caller's own all the same
     return o, final, flip(h) if problem.return_intermediate_states else None
 

@@ -5,6 +5,7 @@ from dataclasses import fields
 import numpy as np
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 import openkda.problem as problem_module
 from openkda import chunk_kda, fused_recurrent_kda
@@ -21,6 +22,13 @@ def described(case: Case | None = None, **changes) -> Problem:
 
 
 BASE = described()
+
+
+def in_dual_level():
+    with forward_ad.dual_level():
+        return described(q=forward_ad.make_dual(torch.ones(2, 8, 2, 8), torch.ones(2, 8, 2, 8)))
+
+
 CASES = {
     "B": described(make_case("random", B=3, T=8, H=2, K=8)),
     "T": described(make_case("random", B=2, T=9, H=2, K=8)),
@@ -49,6 +57,7 @@ CASES = {
     "state_v_first": described(state_v_first=True),
     "chunk_size": described(chunk_size=32),
     "needs_grad": described(v=torch.zeros(2, 8, 2, 8, requires_grad=True)),
+    "transform": in_dual_level(),
     "device_type": described(make_case("random", B=2, T=8, H=2, K=8, device="meta")),
 }
 

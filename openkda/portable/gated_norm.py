@@ -12,8 +12,8 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from torch.autograd.function import once_differentiable
 
+from openkda.autograd import first_order
 from openkda.backends import on_its_device
 from openkda.portable.tile import load_tile, load_vector, sigmoid, store_tile
 
@@ -106,10 +106,9 @@ class GatedNorm(torch.autograd.Function):
         ctx.eps = eps
         return y
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None]:
-        x, gate, weight = ctx.saved_tensors
+    @first_order("the output norm's kernels", "the layer has them on a CPU")
+    def backward(ctx, saved: tuple, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None]:
+        x, gate, weight = saved
         R, V = x.shape
         dx, dgate = torch.empty_like(x), torch.empty_like(gate)
         blocks = triton.cdiv(R, max(TILE // triton.next_power_of_2(V), 1))

@@ -14,8 +14,8 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from torch.autograd.function import once_differentiable
 
+from openkda.autograd import first_order
 from openkda.backends import on_its_device
 from openkda.portable.tile import sigmoid
 
@@ -129,10 +129,9 @@ class SiluConv(torch.autograd.Function):
         ctx.save_for_backward(stream, weight, bias)
         return y
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        stream, weight, bias = ctx.saved_tensors
+    @first_order("the short convolution's kernels", "the layer has them on a CPU")
+    def backward(ctx, saved: tuple, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        stream, weight, bias = saved
         B, L, D = stream.shape
         W = weight.shape[1]
         blocks = triton.cdiv(L, BT)
