@@ -85,7 +85,7 @@ def sequences(
     HV, K, V = problem.HV, problem.K, problem.V
     step = segment_tokens(problem, B, tensors[0].device)
     o = tensors[2].new_empty(B, T, HV, V)
-    S = S.clone()
+    S = S.flatten(0, 1).clone().unflatten(0, (B, HV))  # the scan's view of it, flattened again, must be no copy, however S lies in memory
     h = tensors[0].new_empty(B, -(-T // problem.chunk_size) if problem.return_intermediate_states else 0, HV, K, V)
     if T == 0:
         return o, S, h

@@ -155,6 +155,17 @@ def test_inputs_are_not_written():
     assert all(torch.equal(case.args[name], x) for name, x in before.items())
 
 
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
+def test_states_in_any_order_of_memory(state_dtype):
+    """Heads before sequences, as a slice of more heads too; the scan works in place on a copy that must not copy again."""
+    case = make_case("init", B=3, T=20, H=2, K=8, V=12, state_dtype=state_dtype)
+    o, S = chunk_kda(**case.args)
+    for memory in (torch.empty(2, 3, 8, 12), torch.empty(5, 3, 8, 12)[1:3], torch.empty(3, 8, 12, 2).permute(3, 0, 1, 2)):
+        state = memory.to(state_dtype).transpose(0, 1).copy_(case.args["initial_state"])
+        o2, S2 = chunk_kda(**{**case.args, "initial_state": state})
+        assert torch.equal(o, o2) and torch.equal(S, S2)
+
+
 def test_one_workspace_after_another(monkeypatch):
     """A call in the memory that other calls left, of its own sizes or of others, gives its own bits; so do calls in two threads."""
     cases = [make_case(regime, T=T, H=2, K=16, seed=T) for T, regime in ((64, "random"), (80, "extreme"), (64, "mixed"), (70, "init"))]
