@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -58,7 +59,7 @@ def line(a: tuple[float, float], b: tuple[float, float]) -> tuple[float, float]:
 
 
 def costs(gate: str) -> Costs:
-    """Measured on calls that fill the chip with blocks of one kind."""
+    """Measured on calls that fill the chip with blocks of one kind; the rest (turn, overlap) as in use."""
     points: dict[str, list[tuple[float, float]]] = {}
     add = lambda name, steps, time: points.setdefault(name, []).append((steps, time))
     for tokens in (1024, 4096):
@@ -77,11 +78,14 @@ def costs(gate: str) -> Costs:
     add("chain", 15, stages(p, x, config(p, "summaries", "full", 16, 4))[2])
     p, x = case("T8192_H16", "random", gate)
     idle = stages(p, x, config(p, "summaries", "full", 32, 4))[1]
-    (full, start), (half, half_start), (own, _), (state, summary_start), (_, entry_start), (link, _) = (
+    (full, start), (half, half_start), (own, own_start), (state, summary_start), (_, entry_start), (link, _) = (
         line(found[0], found[-1]) for found in (points[n] for n in ("full", "half", "own", "state", "entry", "chain"))
     )
-    tail_start = points["tails"][-1][1] - 2 * state
-    return Costs(full, half, own, state, start, half_start, entry_start, tail_start, summary_start, idle, link)
+    return replace(
+        COSTS["product" if p.bounded else "halves"],
+        full=full, half=half, own=own, state=state, start=start, half_start=half_start, own_start=own_start, entry_start=entry_start,
+        tail_start=points["tails"][-1][1] - 2 * state, summary_start=summary_start, idle=idle, link=link,
+    )  # fmt: skip
 
 
 def ways(problem: Problem, steps: list[int]) -> Iterator[tuple[str, Config]]:
