@@ -197,6 +197,8 @@ def fused_recurrent_kda(
         raise TypeError(f"out is a {type(out).__name__}; it must be a torch.Tensor or None")
     if out.shape != o.shape or out.dtype != o.dtype or out.device != o.device:
         raise fail("out", f"{list(out.shape)} {out.dtype} on {out.device}", f"{list(o.shape)} {o.dtype} on {o.device}, as o")
+    if out.is_leaf and out.requires_grad and torch.is_grad_enabled():
+        raise fail("out", "a leaf that requires grad", "a tensor that does not, for it is written")
     return out.copy_(o), final_state
 
 

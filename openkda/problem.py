@@ -7,7 +7,6 @@ heads, HV value heads, K key dim, V value dim, N sequences, C chunk size.
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -24,6 +23,7 @@ FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 REFERENCE_DTYPES = (*FLOAT_DTYPES, torch.float64)  # fp64 is served by the torch backend alone, for gradient checks
 INDEX_DTYPES = (torch.int32, torch.int64)
 MAX_HEAD_DIM = 256
+FLOAT_MAX = torch.finfo(torch.float32).max
 CHUNK_SIZES = (32, 64)
 GATES = ("none", "softplus", "bounded")
 
@@ -192,10 +192,10 @@ def check_number(name: str, x: object, optional: bool = True) -> None:
 
 
 def check_scale(scale: object) -> None:
-    """None or a finite number."""
+    """None or a number that is finite in fp32."""
     check_number("scale", scale)
-    if scale is not None and not math.isfinite(scale):
-        raise fail("scale", scale, "finite, or None for K^-0.5")
+    if scale is not None and not abs(scale) <= FLOAT_MAX:
+        raise fail("scale", scale, f"finite in fp32, at most {FLOAT_MAX:.3g} in size, or None for K^-0.5")
 
 
 def check_lower_bound(lower_bound: object) -> None:
@@ -311,6 +311,8 @@ def describe(
     if problem.varlen and (check_lengths or cu_seqlens.device.type == "cpu"):  # on the CPU the check costs nothing
         lengths = check_cu_seqlens(cu_seqlens, cu_seqlens_cpu, problem.T)
     if cu_seqlens is not None:  # contiguous: kernels step from one bound to the next
+        if cu_seqlens.is_meta and not q.is_meta:
+            raise fail("cu_seqlens's device", cu_seqlens.device, f"{q.device}, where q is, or the CPU")
         cu_seqlens = (cu_seqlens if cu_seqlens.device == q.device else cu_seqlens.to(q.device)).contiguous()
     if A_log is not None and A_log.ndim != 1:
         A_log = A_log.reshape(problem.HV)

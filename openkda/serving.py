@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import cache
 
 import torch
 
@@ -118,6 +118,7 @@ def _run_decode(tensors: tuple[torch.Tensor | None, ...], options: tuple) -> Non
     if through_operator(tensors[0]):
         check_types(TENSORS, tensors, TENSORS[:6])
         check_scalars(*options[:3], options[-1])
+        common_device(TENSORS, tensors)
         torch.ops.openkda.kda_decode(*tensors, *options[:3], *map(bool, options[3:-1]), options[-1])
     else:
         _decode(tensors, options)
@@ -158,8 +159,10 @@ def find_launch(
     key = call_key(names, tensors, options)
     try:
         return launches[key]
-    except (KeyError, TypeError):  # TypeError: an option that cannot be hashed, which the checks refuse
+    except KeyError:
         pass
+    except TypeError:  # an option that cannot be hashed: the checks refuse it, or it is a flag, of which the truth counts
+        return build(tensors, *options)
     launch = build(tensors, *options)
     if len(launches) >= MAX_LAUNCHES:
         launches.clear()
@@ -173,22 +176,37 @@ def _empty_like(v: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(v)
 
 
-def common_device(tensors: Sequence[torch.Tensor | None]) -> torch.device:
-    """The device all tensors share; ValueError when they do not share one."""
-    devices = {t.device for t in tensors if t is not None}
-    if len(devices) != 1:
-        raise ValueError(f"the tensors lie on {', '.join(sorted(map(str, devices)))}; all must be on q's device")
-    return devices.pop()
+def common_device(names: Sequence[str], tensors: Sequence[torch.Tensor | None]) -> torch.device:
+    """The device all tensors share, the first of which is q; ValueError when they do not share one."""
+    device = tensors[0].device
+    for name, t in zip(names, tensors):
+        if t is not None and t.device != device:
+            raise fail(f"{name}'s device", t.device, f"{device}, where q is")
+    return device
+
+
+def on_torch(names: Sequence[str], run: Callable[..., None], problem: object) -> Callable[..., None]:
+    """`run(problem, *tensors)` behind a look at the devices: of a tensor on the meta device a call's key says what it says of one on the
+    CPU."""
+
+    def launch(*tensors: torch.Tensor | None) -> None:
+        common_device(names, tensors)
+        run(problem, *tensors)
+
+    return launch
 
 
 def _decode_launch(tensors: tuple[torch.Tensor | None, ...], *options: object) -> Callable[..., None]:
     """Checks of one kind of call, and what runs it: called with the tensors of `_decode`."""
     *options, backend = options
     check_scalars(*options[:3], backend)
-    device = common_device(tensors)
-    problem = check_decode(*map(layout, tensors), Options(*options[:3], *map(bool, options[3:])))
+    check_types(("q",), tensors, ("q",))
+    chosen = Options(*options[:3], *map(bool, options[3:]))
+    names = tuple({"gate": chosen.gate_name, "state_pool": chosen.pool_name}.get(name, name) for name in TENSORS)
+    device = common_device(names, tensors)
+    problem = check_decode(*map(layout, tensors), chosen)
     if choose_backend(device, backend) == "torch":
-        return partial(serving_torch.decode, problem)
+        return on_torch(names, serving_torch.decode, problem)
     from openkda.portable.decode import decode_launch  # Triton may be absent where the torch path serves
 
     return decode_launch(problem, device)

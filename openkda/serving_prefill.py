@@ -80,8 +80,9 @@ def kda_prefill(
     pooled = (state_pool, state_indices, has_initial_state, cu_seqlens, cu_seqlens_cpu, states, sequence, offset)
     flags = (use_qk_l2norm_in_kernel, allow_neg_eigval, state_v_first)
     options = (lower_bound, scale, pad_slot, *map(bool, flags), backend)
+    check_scalars(lower_bound, scale, pad_slot, backend)
     if through_operator(q):
-        check_scalars(lower_bound, scale, pad_slot, backend)
+        common_device(names[:-1], tensors[:-1])
         torch.ops.openkda.kda_prefill(q, k, v, gate, beta, out, A_log, dt_bias, *pooled, *options)
     else:
         check_no_gradient("kda_prefill", (q, k, v, gate, beta, state_pool), ", or chunk_kda for training")
@@ -130,7 +131,11 @@ def _prefill(
         raise fail("out's strides", list(out.stride()), "dense inside a token")
     if has_initial_state is not None:
         check_like("has_initial_state", layout(has_initial_state), (N,), (torch.bool,))
-    common_device((q, state_pool, state_indices, has_initial_state, cu_seqlens, out, states))
+    check_like("gate", layout(gate), (*q.shape[:2], HV, K), FLOAT_DTYPES)
+    others = dict(
+        gate=gate, state_pool=state_pool, state_indices=state_indices, has_initial_state=has_initial_state, cu_seqlens=cu_seqlens, out=out
+    )
+    common_device(("q", *others, "checkpoints.states"), (q, *others.values(), states))
     pool = _pool_functions(q.device, backend)
     call = partial(
         describe, A_log=A_log, dt_bias=dt_bias, scale=scale, use_gate_in_kernel=True, lower_bound=lower_bound, safe_gate=False,
@@ -149,6 +154,8 @@ def _prefill(
     else:
         check_like("checkpoints.states", layout(states), (len(offset), *state_pool.shape[1:]), (torch.float32, state_pool.dtype))
         lengths = check_cu_seqlens(cu_seqlens, cu_seqlens_cpu, q.shape[1])
+        whole = dict(initial_state=S, cu_seqlens=cu_seqlens, cu_seqlens_cpu=cu_seqlens_cpu, check_lengths=False)
+        backends.choose(call(q, k, v, gate, beta, **whole)[0], backend)  # refusals come before pieces are cut and anything is written
         S = _forward_in_pieces(forward, (q, k, v, gate, beta), S, lengths, out, Checkpoints(states, sequence, offset))
     pool.scatter_states(S, state_pool, state_indices, pad_slot)
     pool.clear_rows(out, cu_seqlens, state_indices, state_pool.shape[0], pad_slot)

@@ -6,13 +6,12 @@ The custom operator is openkda::kda_fused_decode. Slots of the convolution windo
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 
 from openkda import serving_torch
-from openkda.problem import check_number, fail, through_operator
-from openkda.serving import choose_backend, common_device, define, find_launch
+from openkda.problem import FLOAT_MAX, check_number, fail, through_operator
+from openkda.serving import choose_backend, common_device, define, find_launch, on_torch
 from openkda.serving_problem import Options, check_decode, check_no_gradient, check_scalars, check_step, check_types, layout
 
 
@@ -76,6 +75,7 @@ def kda_fused_decode(
         check_types(_TENSORS, tensors, _REQUIRED)
         check_scalars(*options[1:4], backend)
         check_number("norm_eps", norm_eps, optional=False)
+        common_device(_TENSORS, tensors)
         torch.ops.openkda.kda_fused_decode(*tensors, *options[:4], *map(bool, options[4:-1]), backend)
     else:
         _fused_decode(tensors, options)
@@ -101,14 +101,15 @@ def _fused_launch(tensors: tuple[torch.Tensor | None, ...], norm_eps: float, *op
     *options, backend = options
     check_scalars(*options[:3], backend)
     check_number("norm_eps", norm_eps, optional=False)
-    if not 0.0 <= norm_eps < float("inf"):
-        raise fail("norm_eps", norm_eps, "finite and at least 0")
-    device = common_device(tensors)
+    if not 0.0 <= norm_eps <= FLOAT_MAX:
+        raise fail("norm_eps", norm_eps, "finite and at least 0 in fp32")
+    check_types(("q",), tensors, ("q",))
+    device = common_device(_TENSORS, tensors)
     layouts = [layout(t) for t in tensors]
     base = check_decode(*layouts[:11], None, Options(*options[:3], *map(bool, options[3:]), gate_in_kernel=True, beta_sigmoid=True))
     problem = check_step(base, *layouts[11:], norm_eps)
     if choose_backend(device, backend) == "torch":
-        return partial(serving_torch.fused_step, problem)
+        return on_torch(_TENSORS, serving_torch.fused_step, problem)
     from openkda.portable.fused_step import fused_launch  # Triton may be absent where the torch path serves
 
     return fused_launch(problem, device)

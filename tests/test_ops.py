@@ -75,6 +75,8 @@ def test_recurrent_form_writes_into_out_or_says_why_not():
         fused_recurrent_kda(**case.args, out=out[:, :8])
     with pytest.raises(ValueError, match="on meta; it must be"):
         fused_recurrent_kda(**case.args, out=out.to("meta"))
+    with pytest.raises(ValueError, match="out is a leaf that requires grad"):
+        fused_recurrent_kda(**case.args, out=torch.empty_like(o, requires_grad=True))
     with pytest.raises(TypeError, match="out is a list"):
         fused_recurrent_kda(**case.args, out=[0.0])
     with pytest.raises(ValueError, match="num_accepted is given; it must be None without state_indices"):

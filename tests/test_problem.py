@@ -138,6 +138,8 @@ BAD = {  # changed arguments -> what the message must say
     "backend": (dict(backend="cuda"), ["backend", "'cuda'", "hopper, portable, torch"]),
     "hopper on CPU": (dict(backend="hopper"), ["backend", "'hopper'", "compute capability 9.0"]),
     "scale nan": (dict(scale=float("nan")), ["scale", "nan", "finite"]),
+    "scale beyond fp32": (dict(scale=1e39), ["scale", "1e+39", "finite in fp32", "3.4e+38"]),
+    "scale beyond any float": (dict(scale=10**400), ["scale", "finite in fp32"]),
     "cp_context": (dict(cp_context=object()), ["cp_context", "object", "None"]),
     "cu rank in a graph": (dict(cu_seqlens=torch.tensor(8), use_graph=True, max_num_seqs=1), ["cu_seqlens's shape", "[]", "[N + 1]"]),
     "backend of a kind that cannot be hashed": (dict(backend=["torch"]), ["backend", "['torch']", "hopper, portable, torch"]),
@@ -201,6 +203,8 @@ def test_bad_cu_seqlens_cpu():
     refuses(ValueError, dict(cu_seqlens_cpu=torch.tensor([0.0, 16.0])), ["cu_seqlens_cpu's dtype", "float32"], case=case)
     refuses(TypeError, dict(cu_seqlens_cpu=[0, 16]), ["cu_seqlens_cpu is a list"], case=case)
     refuses(ValueError, dict(cu_seqlens_cpu=torch.tensor([0, 16], device="meta")), ["cu_seqlens_cpu's device", "meta", "cpu"], case=case)
+    on_meta = dict(cu_seqlens=torch.tensor([0, 16], device="meta"), cu_seqlens_cpu=torch.tensor([0, 16]))
+    refuses(ValueError, on_meta, ["cu_seqlens's device", "meta", "cpu, where q is"], case=case)
     refuses(ValueError, dict(cu_seqlens_cpu=torch.tensor([0, 12])), ["cu_seqlens_cpu[1] is 12", "cu_seqlens[1] = 16"], case=case)
     refuses(ValueError, dict(use_graph=True, max_num_seqs=2), ["max_num_seqs", "2", "1"], case=case)
 

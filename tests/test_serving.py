@@ -242,6 +242,19 @@ def test_decode_refuses_types_in_one_sentence(changes, sentence, traced):
     assert_untouched(case, set())
 
 
+@pytest.mark.parametrize("name", ["q", "gate", "state_pool", "out", "A_log", "state_indices"])
+def test_decode_refuses_a_tensor_elsewhere(name):
+    """Also of a kind of call that was served before: by its device's number, a tensor of the meta device might lie on the CPU."""
+    case = make()
+    args = {"out": torch.zeros(2, 1, 2, 24), **case.arguments(state_indices=indices([1, 2], case))}
+    want = kda_decode(**args).clone()
+    case.storage.copy_(case.before)
+    with pytest.raises(ValueError, match=r"device is (meta; it must be cpu|cpu; it must be meta), where q is$"):
+        kda_decode(**{**args, name: args[name].to("meta")})
+    assert_untouched(case, set())
+    assert torch.equal(kda_decode(**{**args, "verify": []}), want)  # a flag is taken by its truth, also one that cannot be hashed
+
+
 def test_launches_are_bounded(monkeypatch):
     monkeypatch.setattr(serving, "_launches", {})
     monkeypatch.setattr(serving, "MAX_LAUNCHES", 2)
@@ -283,6 +296,9 @@ PREFILL_REFUSALS = [
     (dict(checkpoints=lambda c: Checkpoints(torch.zeros(2, 2, 24, 16), [1], [16])), "checkpoints.states's shape"),
     (dict(cu_seqlens_cpu=lambda c: torch.tensor([0, 5, 22])), "cu_seqlens_cpu[1] is 5; it must be cu_seqlens[1] = 4"),
     (dict(q=lambda c: c.tokens["q"].detach().requires_grad_()), "kda_prefill has no gradient"),
+    (dict(gate=lambda c: c.tokens["gate"][:, :21]), "gate's shape is [1, 21, 2, 16]"),
+    (dict(state_pool=lambda c: c.pool.to("meta")), "state_pool's device is meta; it must be cpu, where q is"),
+    (dict(backend=lambda c: "cuda"), "backend is 'cuda'"),
 ]
 
 
@@ -295,6 +311,20 @@ def test_prefill_refuses_in_one_sentence(changes, sentence):
         kda_prefill(**args)
     assert sentence in str(error.value) and "\n" not in str(error.value)
     assert_untouched(case, set())
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "gate", "beta"])
+@pytest.mark.parametrize("tokens", [23, 21])
+def test_prefill_refuses_other_lengths_before_it_cuts(name, tokens):
+    """At checkpoints the prompts are cut into pieces, whose lengths agree whatever the tensors' do."""
+    case = make(lengths=[4, 18])
+    states, out = torch.zeros(1, 2, 24, 16), torch.ones(1, 22, 2, 24)
+    args = case.arguments(state_indices=indices([1, 2], case), has_initial_state=None, cu_seqlens=cu(case), out=out)
+    args[name] = torch.cat([args[name], args[name]], 1)[:, :tokens]
+    with pytest.raises(ValueError, match=r"shape is|at most T = 21"):
+        kda_prefill(**args, checkpoints=Checkpoints(states, [1], [16]))
+    assert_untouched(case, set())
+    assert (out == 1).all() and (states == 0).all()
 
 
 @pytest.mark.parametrize("name", ["state_pool", "state_indices", "has_initial_state", "cu_seqlens", "cu_seqlens_cpu", "out", "q", "v"])

@@ -203,6 +203,8 @@ def test_autocast_and_parameters_change_nothing(backend, device):
         (dict(norm_eps=None), TypeError, "norm_eps is a NoneType; it must be a number"),
         (dict(norm_eps=-1.0), ValueError, "norm_eps is -1.0; it must be finite and at least 0"),
         (dict(norm_eps=float("nan")), ValueError, "norm_eps is nan; it must be finite and at least 0"),
+        (dict(norm_eps=1e39), ValueError, "norm_eps is 1e+39; it must be finite and at least 0 in fp32"),
+        (dict(norm_weight=torch.zeros(24, device="meta")), ValueError, "norm_weight's device is meta; it must be cpu, where q is"),
     ],
     ids=str,
 )
