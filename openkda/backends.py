@@ -62,8 +62,8 @@ def why_not_backward(name: str, problem: Problem) -> str | None:
     """None when backend `name` has kernels for the problem's gradients, else one sentence."""
     if name == "torch":
         return None
-    reason = getattr(module(name), "why_not_backward", None)
-    return reason(problem) if reason else f"the {name} backend has no backward kernels"
+    no_kernels = lambda _: f"the {name} backend has no backward kernels"
+    return _why_no_kernel(name, problem) or getattr(module(name), "why_not_backward", no_kernels)(problem)
 
 
 def check_name(backend: object) -> None:

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import openkda
 
 ROOT = Path(__file__).parents[1]
@@ -27,10 +29,32 @@ def test_import_needs_no_extra():
     assert "chunk_kda" in run.stdout
 
 
-def test_command_without_its_extra_says_so():
-    run = python("import sys\nsys.modules['typer'] = None\nsys.argv = ['openkda', 'info']\nfrom openkda.cli import main\nmain()")
+@pytest.mark.parametrize(
+    "package, command",
+    [
+        ("typer", "info"),
+        ("rich", "info"),
+        ("safetensors", "info"),
+        ("matplotlib", "explain --T 8 --draw map.png"),
+        ("numpy", "explain --T 8 --draw map.png"),
+    ],
+)
+def test_command_without_its_extra_says_so(package, command, tmp_path):
+    run = python(
+        f"import os, sys\nos.chdir({str(tmp_path)!r})\nsys.modules['{package}'] = None\nsys.argv = ['openkda', *'{command}'.split()]\n"
+        "from openkda.cli import main\nmain()"
+    )
     assert run.returncode == 2
-    assert run.stderr.strip() == "openkda: the command line needs the package typer, which is missing: pip install 'openkda[cli]'"
+    assert run.stderr.splitlines()[-1] == f"openkda: this needs the package {package}, which is missing: pip install 'openkda[cli]'"
+    assert "Traceback" not in run.stderr and not list(tmp_path.iterdir())
+
+
+def test_explain_without_triton():
+    run = python(
+        "import sys\nsys.modules['triton'] = None\nsys.argv = ['openkda', 'explain', '--T', '64']\nfrom openkda.cli import main\nmain()"
+    )
+    assert run.returncode == 0, run.stderr
+    assert "needs Triton" in " ".join(run.stdout.split())
 
 
 def test_every_dependency_is_pinned():

@@ -2,17 +2,20 @@
 
 import sys
 
+EXTRAS = dict.fromkeys(("typer", "rich", "safetensors", "numpy", "matplotlib"), "cli") | {"transformers": "model"}
+
 
 def main() -> None:
     """Entry point of the command `openkda`."""
     try:
         from openkda.cli.app import run_app
-    except ModuleNotFoundError as missing:
-        if missing.name is None or missing.name.split(".")[0] == "openkda":
-            raise
-        print(f"openkda: the command line needs the package {missing.name}, which is missing: pip install 'openkda[cli]'", file=sys.stderr)
-        sys.exit(2)
-    try:
+
         run_app()
+    except ModuleNotFoundError as missing:
+        package = (missing.name or "").split(".")[0]
+        if package not in EXTRAS:
+            raise
+        print(f"openkda: this needs the package {package}, which is missing: pip install 'openkda[{EXTRAS[package]}]'", file=sys.stderr)
+        sys.exit(2)
     except KeyboardInterrupt:  # before or after a command, which handle it themselves
         sys.exit(130)
