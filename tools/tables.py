@@ -32,6 +32,10 @@ SHAPES = {  # a shape's names in openkda/benchmarking.py, README.md and docs/hop
     "T8192_H12_N4": ("4 x 2048, 12", "4 x 2048, H12"),
 }
 REGIMES = ("random", "init", "trained")
+TARGETS = {  # microseconds, random and init
+    "T8192_H96": (330, 420), "T8192_H64": (220, 320), "mix6_H64": (250, 300), "8x1024_H64": (240, 280), "T8192_H16": (75, 150),
+    "T32768_H8": (140, 300), "T2048_H12": (20, 50), "T1024_H4": (10, 30), "T8192_H12_N4": (55, 100),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -102,6 +106,23 @@ def forward(data: dict) -> Rows:
             for gate, impl in (("bounded", "hopper"), ("softplus", "hopper"), ("bounded", "cudnn_fp32"))
         )
         rows[name,] = [f"{floor[shape]:.1f}", *ours, " / ".join(softplus), " / ".join(cudnn), None]
+    return rows
+
+
+def forward_ratios(data: dict) -> Rows:
+    """The times of docs/hopper_prefill.md against the targets, the bounded gate and the fastest peer, random and init."""
+    time = forward_times(data)
+    over = lambda x: "met" if x <= 1 else f"{x - 1:.0%}".replace("%", " %")
+    rows = {}
+    for shape, (_, name) in SHAPES.items():
+        ours, softplus, cudnn = (
+            [time(shape, gate, regime, impl) for regime in REGIMES[:2]]
+            for gate, impl in (("bounded", "hopper"), ("softplus", "hopper"), ("bounded", "cudnn_fp32"))
+        )
+        both = lambda form, above, below: " / ".join(form(a / b) for a, b in zip(above, below))
+        ratio = lambda x: f"{x:.2f}" if x < 9.995 else f"{x:.1f}"
+        target = TARGETS[shape]
+        rows[name,] = [" / ".join(map(str, target)), both(over, ours, target), both(ratio, softplus, ours), both(ratio, cudnn, ours)]
     return rows
 
 
@@ -232,6 +253,7 @@ PREFILL = "docs/hopper_prefill.md"
 TABLES = (
     Table("README.md", "| tokens, heads |", FORWARD, forward_in_brief),
     Table(PREFILL, "| shape | floor |", FORWARD, forward),
+    Table(PREFILL, "| shape | target |", FORWARD, forward_ratios),
     Table(PREFILL, "| | without | every 64 tokens |", "2026-11-30-hopper-states", states),
     Table("docs/backward.md", "| shape | gate | forward |", "2026-11-30-training-printed", training),
     Table("docs/portable.md", "| tokens, heads |", "2026-11-30-portable-forward", portable),
