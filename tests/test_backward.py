@@ -229,12 +229,3 @@ def test_autocast(device):
     with torch.autocast(device.type, dtype=BF16):
         found = portable_gradients(case)
     assert all(torch.equal(found[n], x) for n, x in expected.items())
-
-
-def test_second_derivatives_are_refused(device):
-    case = make_case("init", T=20, H=1, K=16, device=device)
-    args = leaves(case)
-    o, _ = chunk_kda(**args, backend="portable")
-    (dq,) = torch.autograd.grad(o, args["q"], cotangents(case)[0].requires_grad_(), create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        dq.sum().backward()

@@ -125,6 +125,9 @@ def test_gradients_of_the_kernels_gradients_are_refused(device, loss, wrapped):
     for again in (lambda: torch.autograd.grad(dq.sum(), q, retain_graph=True, allow_unused=True), lambda: dq.sum().backward()):
         refused(device, again, "gradients of chunk_kda's kernels", "create_graph", 'backend="torch"')
     assert q.grad is None
+    up = torch.ones_like(o).requires_grad_()
+    dq = torch.autograd.grad(run(q), q, up, create_graph=True)[0]
+    refused(device, lambda: torch.autograd.grad(dq.sum(), up), "gradients of chunk_kda's kernels", 'backend="torch"')
 
 
 def test_the_operator_refuses_second_gradients(device):
