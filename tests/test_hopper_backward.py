@@ -1,11 +1,12 @@
 """The Hopper backend's gradient kernels against fp64 autograd of the recurrence: plain Triton, so the interpreter runs them too."""
 
+import gradients_case
 import pytest
 import torch
 from gradients_case import run
 from offline import SHARED_LIMIT, in_subprocess
 
-from openkda import chunk_kda, hopper, torch_backend
+from openkda import chunk_kda, hopper, testing, torch_backend
 from openkda.autograd import TENSORS
 from openkda.hopper.gradients import gradients
 from openkda.testing import (
@@ -184,6 +185,19 @@ def test_without_norms(device):
     case = small("zero", device, raw=False, qk_l2norm=False)
     case.args["k"] = case.args["k"] * 3
     case.args["beta"] = case.args["beta"] * 2.0**-24
+    check(case)
+
+
+@pytest.mark.parametrize("bounded", [True, False])
+def test_nothing_but_the_state_s_part(device, bounded, monkeypatch):
+    """Chunks whose pairs are zero beside gradients that pass through the state: a last chunk of one token, with a gradient of final_state
+    alone; a chunk that writes nothing."""
+    case = small("init", device, T=65, H=4, bounded=bounded, raw=False)
+    case.args["beta"][:, 32:64] = 0.0
+    check(case)
+    plain = testing.cotangents
+    for module in (testing, gradients_case):
+        monkeypatch.setattr(module, "cotangents", lambda case: (torch.zeros_like(plain(case)[0]), plain(case)[1]))
     check(case)
 
 
