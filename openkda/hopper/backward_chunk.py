@@ -68,6 +68,37 @@ def with_bias(x, bias):
 
 
 @triton.jit
+def load_pairs(pairs_ptr, cut_ptr, entry, rows, C: tl.constexpr):
+    """dZ and dA [C, C] of a chunk; 0 in the rows from `cut` on, which are backward_levels.py's."""
+    pairs_ptr += entry * (2 * C * C) + rows[:, None] * C + rows[None, :]
+    dZ = tl.load(pairs_ptr)
+    dA = tl.load(pairs_ptr + C * C)
+    if cut_ptr is not None:
+        whole = (rows < tl.load(cut_ptr + entry))[:, None]
+        dZ = tl.where(whole, dZ, 0.0)
+        dA = tl.where(whole, dA, 0.0)
+    return dZ, dA
+
+
+@triton.jit
+def load_bias(dt_bias_ptr, offsets, BK: tl.constexpr):
+    """The bias of BK channels in fp32, 0 where there is none."""
+    bias = tl.zeros([BK], tl.float32)
+    if dt_bias_ptr is not None:
+        bias = tl.load(dt_bias_ptr + offsets).to(tl.float32)
+    return bias
+
+
+@triton.jit
+def store_terms(dA_log_ptr, place, dA_log, ddt_bias_ptr, places, dg):
+    """This block's terms of A_log's gradient, the sum of dA_log [BK, C], and of dt_bias's, the sums over tokens of dg [BK, C]."""
+    if dA_log_ptr is not None:
+        tl.store(dA_log_ptr + place, tl.sum(tl.sum(dA_log, 0), 0))
+    if ddt_bias_ptr is not None:
+        tl.store(ddt_bias_ptr + places, tl.sum(dg, 1))
+
+
+@triton.jit
 def gate_chain(dg, x, rate, lower_bound, GATE: tl.constexpr, ANY: tl.constexpr):
     """From dg and the gate as given plus its bias: the gate's gradient, and the terms of A_log's."""
     if GATE == "bounded":
@@ -119,13 +150,7 @@ def chunk_gradients_kernel(
     do = load_rows(do_ptr, do_units, first, h, rows, vv, live, V)
     dD = tl.load(dD_ptr + entry * (C * V) + vv[:, None] * C + rows[None, :])
     r = tl.load(r_ptr + entry * (C * V) + vv[:, None] * C + rows[None, :])
-    pairs_ptr += entry * (2 * C * C) + rows[:, None] * C + rows[None, :]
-    dZ = tl.load(pairs_ptr)
-    dA = tl.load(pairs_ptr + C * C)
-    if ANY:
-        whole = (rows < tl.load(cut_ptr + entry))[:, None]
-        dZ = tl.where(whole, dZ, 0.0)
-        dA = tl.where(whole, dA, 0.0)
+    dZ, dA = load_pairs(pairs_ptr, cut_ptr, entry, rows, C)
     q_row = elements(q_units, q_ptr)
     k_row = elements(k_units, k_ptr)
     g_row = elements(g_units, g_ptr)
@@ -137,9 +162,7 @@ def chunk_gradients_kernel(
     sums_ptr += entry * (3 * C)
     size = tl.load(sums_ptr + 2 * C)
     rate = gate_rate(A_log_ptr, h)
-    bias = tl.zeros([BK], tl.float32)
-    if dt_bias_ptr is not None:
-        bias = tl.load(dt_bias_ptr + h * K + cols).to(tl.float32)
+    bias = load_bias(dt_bias_ptr, h * K + cols, BK)
     nq = tl.load(norms_ptr)
     nk = tl.load(norms_ptr + C)
     per_size = 1.0 / size
@@ -205,11 +228,7 @@ def chunk_gradients_kernel(
     dg = tl.where(live[None, :], dg * size + rho[:, None], 0.0)
     dg, dA_log = gate_chain(dg, with_bias(x, bias), rate, lower_bound, GATE, ANY)
     store_channels(dg_ptr + at * K, dg, rows, HV * K, cols, live, K, BK)
-    if dA_log_ptr is not None:
-        total = tl.sum(tl.sum(tl.where(live[None, :], dA_log, 0.0), 0), 0)
-        tl.store(dA_log_ptr + entry * BLOCKS + block, total)
-    if ddt_bias_ptr is not None:
-        tl.store(ddt_bias_ptr + entry * K + cols, tl.sum(dg, 1))
+    store_terms(dA_log_ptr, entry * BLOCKS + block, tl.where(live[None, :], dA_log, 0.0), ddt_bias_ptr, entry * K + cols, dg)
 
 
 def chunk_gradients(
