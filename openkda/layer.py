@@ -23,7 +23,8 @@ from torch import Tensor, nn
 
 from openkda.backends import check_name
 from openkda.ops import chunk_kda, fused_recurrent_kda
-from openkda.problem import check_bounds
+from openkda.problem import check_bounds, check_number, moved_bounds
+from openkda.serving_problem import check_types
 from openkda.serving_step import kda_fused_decode
 from openkda.short_conv import kernels_serve, short_conv
 
@@ -132,11 +133,11 @@ class Packing:
 
     def pack(self, x: Tensor) -> Tensor:
         """[B, T, D] -> [1, B*T, D]."""
-        return x.reshape(1, self.order.numel(), -1).index_select(1, self.order)
+        return x.flatten(0, 1).index_select(0, self.order)[None]
 
     def unpack(self, x: Tensor) -> Tensor:
         """[1, B*T, D] -> [B, T, D], zeros where the mask is zero."""
-        y = torch.zeros_like(x).index_copy(1, self.order, x).view(*self.mask.shape, -1)
+        y = torch.zeros_like(x).index_copy(1, self.order, x).view(*self.mask.shape, x.shape[-1])
         return torch.where(self.mask[..., None], y, 0)
 
 
@@ -185,10 +186,14 @@ class KimiDeltaAttention(nn.Module):
         self.head_v_dim = head_dim if head_v_dim is None else head_v_dim
         self.conv_size, self.lower_bound, self.allow_neg_eigval, self.backend = conv_size, lower_bound, allow_neg_eigval, backend
         for name in ("hidden_size", "num_heads", "head_dim", "num_v_heads", "head_v_dim", "conv_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+            size = getattr(self, name)
+            if isinstance(size, bool) or not isinstance(size, int):
+                raise TypeError(f"{name} is {size!r}; it must be an int")
+            if size < 1:
+                raise ValueError(f"{name} must be at least 1, got {size}")
         if self.num_v_heads % num_heads:
             raise ValueError(f"num_v_heads={self.num_v_heads} must be a multiple of num_heads={num_heads}")
+        check_number("lower_bound", lower_bound)
         if lower_bound is not None and not -5 <= lower_bound < 0:
             raise ValueError(f"lower_bound={lower_bound} must be None or in [-5, 0)")
         check_name(backend)
@@ -285,6 +290,22 @@ class KimiDeltaAttention(nn.Module):
         )  # fmt: skip
         return o, conv_state, recurrent_state
 
+    def _check_cache(self, cache: KDACache, sequences: int) -> None:
+        """A cache of so many sequences, both states or neither; the kernels look at the recurrent state's shape."""
+        if not isinstance(cache, KDACache):
+            raise TypeError(f"cache is a {type(cache).__name__}; it must be a KDACache or None")
+        window, state = cache.conv_state, cache.recurrent_state
+        if window is None and state is None:
+            return
+        check_types(("cache.conv_state", "cache.recurrent_state"), (window, state), ("cache.conv_state", "cache.recurrent_state"))
+        if state.shape[:1] != (sequences,):
+            raise ValueError(f"cache holds the states of {state.shape[0] if state.dim() else 0} sequences; it must hold {sequences}")
+        wanted = (sequences, 2 * self.key_dim + self.value_dim, self.conv_size - 1)
+        if window.shape != wanted or not window.is_floating_point():
+            raise ValueError(
+                f"cache.conv_state is {list(window.shape)} {window.dtype}; it must be {list(wanted)} in a floating-point dtype"
+            )
+
     def _fused_step_serves(self, qkv: Tensor, cache: KDACache | None) -> bool:
         """Whether these tokens go on from a state and are few enough for the one-kernel step, which has no gradient and no fp64."""
         return (
@@ -340,8 +361,10 @@ class KimiDeltaAttention(nn.Module):
 
         Raises:
             ValueError: both `attention_mask` and `cu_seqlens`, bounds that fall or leave T, a shape that does not fit, or a cache of
-                another number of sequences.
+                another number of sequences or of other states.
+            TypeError: an argument of another type.
         """
+        check_types(("hidden_states", "cu_seqlens"), (hidden_states, cu_seqlens), ("hidden_states",))
         if hidden_states.dim() != 3 or hidden_states.shape[2] != self.hidden_size:
             raise ValueError(f"hidden_states must be [B, T, {self.hidden_size}], got {list(hidden_states.shape)}")
         B, T, _ = hidden_states.shape
@@ -355,15 +378,23 @@ class KimiDeltaAttention(nn.Module):
             if isinstance(attention_mask, Tensor):
                 if attention_mask.dim() != 2 or attention_mask.shape[0] != B or attention_mask.shape[1] < T:
                     raise ValueError(f"attention_mask must be [B={B}, at least T={T}], got {list(attention_mask.shape)}")
+                if attention_mask.device != hidden_states.device:
+                    raise ValueError(
+                        f"attention_mask is on {attention_mask.device}; it must be on {hidden_states.device}, as hidden_states"
+                    )
                 packing = Packing.of(attention_mask[:, attention_mask.shape[1] - T :])
+            if packing.mask.shape != (B, T):
+                raise ValueError(f"attention_mask is the Packing of {list(packing.mask.shape)} tokens; it must be that of {[B, T]}")
             hidden_states, cu_seqlens = packing.pack(hidden_states), packing.cu_seqlens
         elif cu_seqlens is not None:
             check_bounds(cu_seqlens, None, T, wait=True)  # before the convolution, which indexes by it
             sequences = cu_seqlens.shape[0] - 1
             if B != 1:
                 raise ValueError(f"hidden_states must have B=1 with cu_seqlens, got B={B}")
-        if cache is not None and cache.recurrent_state is not None and cache.recurrent_state.shape[0] != sequences:
-            raise ValueError(f"cache holds the states of {cache.recurrent_state.shape[0]} sequences; it must hold {sequences}")
+            if cu_seqlens.device != hidden_states.device:
+                cu_seqlens = moved_bounds(cu_seqlens, hidden_states.device)
+        if cache is not None:
+            self._check_cache(cache, sequences)
 
         qkv, gate, beta = self.project(hidden_states)
         output_gate = self.g_b_proj(self.g_a_proj(hidden_states)).unflatten(-1, (self.num_v_heads, self.head_v_dim))
@@ -390,6 +421,8 @@ class KimiDeltaAttention(nn.Module):
             ValueError: negative `tokens`, or more than the cache remembers (`KDACache.rollback_window`; calls with a
                 mask or `cu_seqlens` are not remembered).
         """
+        if isinstance(tokens, bool) or not isinstance(tokens, int):
+            raise TypeError(f"tokens is {tokens!r}; it must be an int")
         known = sum(s.tokens for s in cache._segments)
         if not 0 <= tokens <= known:
             raise ValueError(f"tokens={tokens} must be in [0, {known}], what the cache remembers (rollback_window={cache.rollback_window})")

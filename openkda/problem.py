@@ -311,14 +311,19 @@ def describe(
     if problem.varlen and (check_lengths or cu_seqlens.device.type == "cpu"):  # on the CPU the check costs nothing
         lengths = check_cu_seqlens(cu_seqlens, cu_seqlens_cpu, problem.T)
     if cu_seqlens is not None:  # contiguous: kernels step from one bound to the next
-        if cu_seqlens.is_meta and not q.is_meta:
-            raise fail("cu_seqlens's device", cu_seqlens.device, f"{q.device}, where q is, or the CPU")
-        cu_seqlens = (cu_seqlens if cu_seqlens.device == q.device else cu_seqlens.to(q.device)).contiguous()
+        cu_seqlens = (cu_seqlens if cu_seqlens.device == q.device else moved_bounds(cu_seqlens, q.device)).contiguous()
     if A_log is not None and A_log.ndim != 1:
         A_log = A_log.reshape(problem.HV)
     if dt_bias is not None and dt_bias.ndim != 2:
         dt_bias = dt_bias.reshape(problem.HV, problem.K)
     return problem, Inputs(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, lengths)
+
+
+def moved_bounds(cu: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """cu_seqlens on the device of the call's tensors."""
+    if cu.is_meta and device.type != "meta":
+        raise fail("cu_seqlens's device", cu.device, f"{device}, where the tensors are, or the CPU")
+    return cu.to(device)
 
 
 def _check_bounds_form(cu: Meta | torch.Tensor) -> None:

@@ -387,10 +387,13 @@ def test_sixteen_bit_weights_and_autocast():
         ({"lower_bound": -6.0}, r"lower_bound=-6.0 must be None or in \[-5, 0\)"),
         ({"lower_bound": 0.0}, "lower_bound=0.0"),
         ({"conv_size": 0}, "conv_size must be at least 1, got 0"),
+        ({"num_v_heads": 2.0}, "num_v_heads is 2.0; it must be an int"),
+        ({"conv_size": True}, "conv_size is True; it must be an int"),
+        ({"lower_bound": "a"}, "lower_bound is a str; it must be a number or None"),
     ],
 )
 def test_impossible_sizes_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         KimiDeltaAttention(16, 2, 8, **options)
 
 
@@ -402,6 +405,39 @@ def test_impossible_calls_are_refused():
         layer(x, attention_mask=torch.ones(2, 4))
     with pytest.raises(ValueError, match="B=1 with cu_seqlens, got B=2"):
         layer(x, cu_seqlens=bounds)
+    with pytest.raises(ValueError, match=r"attention_mask is the Packing of \[5, 2\] tokens; it must be that of \[2, 5\]"):
+        layer(x, attention_mask=Packing.of(torch.ones(5, 2)))
+    with pytest.raises(ValueError, match="attention_mask is on meta; it must be on cpu"):
+        layer(x, attention_mask=torch.ones(2, 5, device="meta"))
+    with pytest.raises(ValueError, match="cu_seqlens's device is meta; it must be cpu"):
+        layer(x[:1], cu_seqlens=bounds.to("meta"))
+    with pytest.raises(TypeError, match="hidden_states is a list"):
+        layer([1.0])
+    with pytest.raises(TypeError, match="tokens is None; it must be an int"):
+        layer.rollback(KDACache(), None)
+
+
+def test_a_mask_over_no_tokens():
+    layer = make_layer()
+    assert layer(torch.randn(2, 0, HIDDEN), attention_mask=torch.ones(2, 3)).shape == (2, 0, HIDDEN)
+
+
+@pytest.mark.parametrize("T", [1, 7])  # the first a fused step
+def test_half_a_cache_is_refused(T):
+    layer, x = make_layer(), torch.randn(2, 7, HIDDEN, dtype=torch.float64)
+    with torch.no_grad():
+        full = KDACache()
+        layer(x, cache=full)
+        for cache, words in (
+            (KDACache(None, full.recurrent_state), "cache.conv_state is a NoneType"),
+            (KDACache(full.conv_state, None), "cache.recurrent_state is a NoneType"),
+            (KDACache(full.conv_state[:1], full.recurrent_state), r"cache.conv_state is \[1, .* it must be \[2, "),
+            (KDACache(full.conv_state[..., :1], full.recurrent_state), r"cache.conv_state is \[2, .*, 1\]"),
+            (KDACache(full.conv_state.long(), full.recurrent_state), "torch.int64; it must be .* floating-point"),
+            ([full], "cache is a list; it must be a KDACache or None"),
+        ):
+            with pytest.raises((ValueError, TypeError), match=words):
+                layer(x[:, :T], cache=cache)
 
 
 def test_bounds_and_caches_that_do_not_fit_are_refused():

@@ -204,7 +204,7 @@ def test_bad_cu_seqlens_cpu():
     refuses(TypeError, dict(cu_seqlens_cpu=[0, 16]), ["cu_seqlens_cpu is a list"], case=case)
     refuses(ValueError, dict(cu_seqlens_cpu=torch.tensor([0, 16], device="meta")), ["cu_seqlens_cpu's device", "meta", "cpu"], case=case)
     on_meta = dict(cu_seqlens=torch.tensor([0, 16], device="meta"), cu_seqlens_cpu=torch.tensor([0, 16]))
-    refuses(ValueError, on_meta, ["cu_seqlens's device", "meta", "cpu, where q is"], case=case)
+    refuses(ValueError, on_meta, ["cu_seqlens's device", "meta", "cpu, where the tensors are"], case=case)
     refuses(ValueError, dict(cu_seqlens_cpu=torch.tensor([0, 12])), ["cu_seqlens_cpu[1] is 12", "cu_seqlens[1] = 16"], case=case)
     refuses(ValueError, dict(use_graph=True, max_num_seqs=2), ["max_num_seqs", "2", "1"], case=case)
 
