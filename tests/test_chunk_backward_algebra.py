@@ -1,4 +1,4 @@
-"""The chunk form of every gradient (docs/backward.md) in fp64, against autograd of the token recurrence."""
+"""The reverse recurrence (docs/math.md) and the chunk form (docs/backward.md) of every gradient, in fp64 against autograd."""
 
 import math
 
@@ -37,6 +37,27 @@ def by_autograd(q, k, v, g, beta, S0, do, dS_final) -> dict[str, torch.Tensor]:
     o, S = naive_recurrent_kda(*per_head, 1.0, leaves[5][None, None], True)
     found = torch.autograd.grad([o, S], leaves, [do[None, :, None], dS_final[None, None]])
     return dict(zip(("q", "k", "v", "g", "beta", "S0"), found))
+
+
+def by_tokens(q, k, v, g, beta, S0, do, dS_final) -> dict[str, torch.Tensor]:
+    """The reverse recurrence of docs/math.md, with scale 1."""
+    states, decayed, S = [], [], S0
+    for t in range(T):
+        decayed.append(g[t].exp()[:, None] * S)
+        S = decayed[t] + beta[t] * torch.outer(k[t], v[t] - k[t] @ decayed[t])
+        states.append(S)
+    out = {n: torch.zeros_like(x) for n, x in zip(("q", "k", "v", "g", "beta"), (q, k, v, g, beta))}
+    dS = dS_final
+    for t in reversed(range(T)):
+        D, left = decayed[t], v[t] - k[t] @ decayed[t]
+        dS = dS + torch.outer(q[t], do[t])
+        dr = k[t] @ dS
+        dv = beta[t] * dr
+        dD = dS - torch.outer(k[t], dv)
+        out["q"][t], out["v"][t], out["beta"][t] = states[t] @ do[t], dv, dr @ left
+        out["k"][t], out["g"][t] = dS @ (beta[t] * left) - D @ dv, (D * dD).sum(-1)
+        dS = g[t].exp()[:, None] * dD
+    return out | {"S0": dS}
 
 
 def chunk_terms(q, k, v, G, beta, S):
@@ -94,9 +115,10 @@ def by_chunks(q, k, v, g, beta, S0, do, dS_final, taps: dict | None = None) -> d
 
 
 @pytest.mark.parametrize("regime", ["random", "slow", "zero", "extreme", "mixed", "equal keys"])
-def test_chunk_form_equals_autograd_of_the_recurrence(regime):
+@pytest.mark.parametrize("form", [by_tokens, by_chunks])
+def test_both_forms_equal_autograd_of_the_recurrence(form, regime):
     x = inputs(regime)
-    expected, found = by_autograd(*x), by_chunks(*x)
+    expected, found = by_autograd(*x), form(*x)
     for name, reference in expected.items():
         error = (found[name] - reference).norm() / reference.norm()
         assert error < EXACT, f"d{name}: {error:.1e}"
