@@ -105,3 +105,13 @@ def check(case: Case, o: torch.Tensor, reads: list[int | None], writes: dict[int
     for slot, (n, done) in writes.items():
         assert_matches(f"slot {slot}", case.pool[slot], answers[n][1][done])
     assert_untouched(case, set(writes))
+
+
+def indices(values: list, case: Case) -> torch.Tensor:
+    """Slots as state_indices."""
+    return torch.tensor(values, dtype=torch.int32, device=case.pool.device)
+
+
+def cu(case: Case) -> torch.Tensor:
+    """The case's cu_seqlens."""
+    return torch.tensor([0, *case.lengths], dtype=torch.int32).cumsum(0).to(case.pool.device, torch.int32)

@@ -7,8 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from openkda import layer as layer_module
-from openkda import short_conv as conv_module
-from openkda.layer import KDACache, KimiDeltaAttention, Packing, gated_rms_norm, short_conv
+from openkda.layer import KDACache, KimiDeltaAttention, Packing, gated_rms_norm
 
 HIDDEN = 24
 TIGHT = {"rtol": 1e-9, "atol": 1e-11}
@@ -274,80 +273,6 @@ def test_reorder_selects_sequences():
         cache.reorder(torch.tensor([2, 0]))
         expected = layer(torch.cat([x[[2, 0]], y], 1))[:, 4:]
         torch.testing.assert_close(layer(y, cache=cache), expected, **TIGHT)
-
-
-def naive_conv(x, weight, bias, state):
-    """short_conv of one sequence by the definition: x [T, D], weight [D, W], state [D, W-1]."""
-    stream = torch.cat([state.T, x])
-    W = weight.shape[1]
-    rows = [F.silu((stream[t : t + W] * weight.T).sum(0) + bias) for t in range(x.shape[0])]
-    return torch.stack(rows) if rows else x, stream[x.shape[0] :].T
-
-
-@pytest.mark.parametrize(("T", "W"), [(1, 4), (2, 4), (1, 3), (3, 4), (7, 4), (5, 1), (0, 4)])
-@pytest.mark.parametrize("packed", [False, True])
-def test_short_conv_and_its_state_have_right_gradients(T, W, packed):
-    torch.manual_seed(0)
-    lengths = [T, 0, 2, T] if packed else [T]
-    N, D, rows = len(lengths), 3, sum(lengths)
-    x = torch.randn(rows, D, dtype=torch.float64, requires_grad=True)
-    weight = torch.randn(D, 1, W, dtype=torch.float64, requires_grad=True)
-    bias = torch.randn(D, dtype=torch.float64, requires_grad=True)
-    state = torch.randn(N, D, W - 1, dtype=torch.float64, requires_grad=True)
-    bounds = torch.tensor([0, *lengths]).cumsum(0) if packed else None
-    y, new = short_conv(x[None], weight, bias, state=state, cu_seqlens=bounds)
-    parts = [naive_conv(piece, weight[:, 0], bias, s) for piece, s in zip(x.split(lengths), state)]
-    expected, expected_new = torch.cat([p[0] for p in parts])[None], torch.stack([p[1] for p in parts])
-    torch.testing.assert_close(y, expected)
-    torch.testing.assert_close(new, expected_new)
-    dy, dnew = torch.randn_like(y), torch.randn_like(new)
-    pick = lambda y, new: torch.autograd.grad(
-        (y * dy).sum() + (new * dnew).sum(), (x, weight, bias, state), allow_unused=True, materialize_grads=True
-    )
-    for a, b in zip(pick(y, new), pick(expected, expected_new)):
-        torch.testing.assert_close(a, b)
-
-
-def test_short_conv_without_any_sequence():
-    y, state = short_conv(torch.randn(1, 5, 3), torch.randn(3, 1, 4), cu_seqlens=torch.tensor([0]))
-    assert torch.equal(y, torch.zeros(1, 5, 3)) and state.shape == (0, 3, 3)
-
-
-def test_short_conv_of_a_fused_projection_has_the_gradients_of_its_copies():
-    """The views of one fused projection are strided; a convolution backward that assumes otherwise gives wrong gradients."""
-    torch.manual_seed(0)
-    from openkda import chunk_kda
-
-    fused = torch.randn(2, 19, 3 * 16 + 5, requires_grad=True)
-    weights = [torch.randn(16, 1, 4) for _ in range(3)]
-    gate, beta, upstream = torch.randn(2, 19, 2, 8), torch.randn(2, 19, 2), torch.randn(2, 19, 2, 8)
-
-    def run(views):
-        q, k, v = (short_conv(x, w)[0].unflatten(-1, (2, 8)) for x, w in zip(views, weights))
-        o, _ = chunk_kda(q, k, v, -gate.exp(), beta, use_qk_l2norm_in_kernel=True, use_beta_sigmoid_in_kernel=True)
-        return torch.autograd.grad(o, fused, upstream)[0]
-
-    views = fused.split([16, 16, 16, 5], -1)[:3]
-    torch.testing.assert_close(run(views), run([x.clone(memory_format=torch.contiguous_format) for x in views]), rtol=1e-6, atol=1e-7)
-
-
-def test_an_installed_causal_conv1d_gets_the_windowed_stream(monkeypatch):
-    """The package needs CUDA, so a stand-in with its contract (left padding of zeros, [B, D, L], weight [D, W]) takes its place."""
-    calls = []
-
-    class Package:
-        @staticmethod
-        def causal_conv1d_fn(x, weight, bias, activation):
-            calls.append(tuple(x.shape))
-            assert activation == "silu" and weight.dim() == 2
-            return F.silu(F.conv1d(F.pad(x, (weight.shape[1] - 1, 0)), weight[:, None], bias, groups=x.shape[1]))
-
-    x, weight, state = torch.randn(2, 6, 5), torch.randn(5, 1, 4), torch.randn(2, 5, 3)
-    expected = short_conv(x, weight, state=state)[0]
-    monkeypatch.setitem(__import__("sys").modules, "causal_conv1d", Package)
-    monkeypatch.setattr(conv_module, "uses_causal_conv1d", lambda stream, taps: True)
-    torch.testing.assert_close(short_conv(x, weight, state=state)[0], expected)
-    assert calls == [(2, 5, 9)]
 
 
 def test_gated_rms_norm():
