@@ -132,6 +132,12 @@ def forward_phrases(data: dict) -> Iterable[str]:
     errors = lambda impl: (between(of(impl, "err_o"), power), between(of(impl, "err_state"), power))
     ours, cudnn, fla = errors("hopper"), errors("cudnn_fp32"), errors("fla")
     yield f"o {ours[0]}, states {ours[1]} (cuDNN {cudnn[0]}, {cudnn[1]}; fla {fla[0]}, {fla[1]})"
+    found = {(r["shape"], r["gate"], r["regime"], r["impl"]): r for r in data["rows"]}
+    pairs = [(r, found[(*key[:3], "hopper")]) for key, r in found.items() if key[3] == "fla" and r["err_o"] is not None]
+    figures = [(hopper[field], other[field]) for other, hopper in pairs for field in ("err_o", "err_state")]
+    nearer = [(a, b) for a, b in figures if a <= b]
+    farther = "; ".join(f"{a:.2e} against {b:.2e}".replace("e-0", "e-") for a, b in figures if a > b)
+    yield f"nearer to fp64 than fla in {len(nearer)} of {len(figures)} figures" + (f" (else {farther})" if farther else "")
     whole = lambda x: f"{x:.0f}"
     yield f"{between(of('hopper', 'host_us'), whole)} us (cuDNN {between(of('cudnn_fp32', 'host_us'), whole)})"
     yield f"at the {data['copy_bandwidth_tbps']:.2f} TB/s of a copy"
