@@ -69,7 +69,8 @@ def chunk_kda(
         state_v_first: states are [.., V, K]. transpose_state_layout: older name of the same option.
         cu_seqlens: [N + 1] int32 or int64, B = 1: the sequences packed along T. Must start at 0 and never fall; may end before T, where o
             is 0. Reading it waits for the device once per tensor, and in every call for a tensor made in inference mode, whose changes
-            cannot be seen; give cu_seqlens_cpu, the same values on the CPU, to avoid that.
+            cannot be seen; give cu_seqlens_cpu, the same values on the CPU, to avoid that. A tensor on a GPU whose values change without
+            torch's knowledge (a kernel of your own, the replay of a graph) needs cu_seqlens_cpu or use_graph too.
         use_graph: cu_seqlens may change between replays of a captured graph, so on a GPU it is not read on the host. Make a call of the
             same kind before the capture: it compiles what is missing and fills tables that would else lie in the graph's own memory.
         max_num_seqs: with use_graph, the sequence count that cu_seqlens is padded to by repeating its last entry.
