@@ -3,7 +3,7 @@
 import torch
 
 from openkda.hopper import config
-from openkda.hopper.config import TAIL, Config, base_tiles, own_tail_blocks
+from openkda.hopper.config import TAIL, Config, base_tiles, own_tail_blocks, own_tail_tiles
 from openkda.testing import make_case
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -24,8 +24,8 @@ def split_config(problem, how, steps=4, tail=TAIL):
     if how.startswith("turns"):
         return Config(base_tiles(problem, config.HALF if how == "turns half" else config.FULL, split="turns"))
     if how == "tails":
-        first = base_tiles(problem, config.FULL, split="tails")
-        steps = min(steps, (own_tail_blocks(first) - tail) // 2)
+        steps = min(steps, (own_tail_blocks(base_tiles(problem, config.FULL, split="tails")) - tail) // 2)
+        first = own_tail_tiles(problem, 2 * steps + tail)
         return Config(first, steps, tail, None, base_tiles(problem, config.HALF, split="whole"))
     tail = min(tail, 2 * steps)
     if how == "summaries":

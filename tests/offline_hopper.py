@@ -13,6 +13,7 @@ from openkda.testing import make_case
 
 SHAPES = (
     dict(T=128, H=8), dict(T=1024, H=4), dict(T=2048, H=12), dict(T=8192, H=8), dict(T=512, H=96), dict(T=64, H=200), dict(T=8192, H=40),
+    dict(T=512, H=16),
 )  # fmt: skip
 PARAMETER = re.compile(r"\.param (?:\.align \d+ )?\.[a-z](\d+) (?:\.ptr \.global \.align \d+ )?\w+_param_\d+(?:\[(\d+)\])?")
 

@@ -107,7 +107,7 @@ def make_buffers(src, F: gl.constexpr):
     kg = gl.allocate_shared_memory(dtype, [32, K], tile_layout(16))
     both = gl.allocate_shared_memory(dtype, [2, 32, 32], tile_layout(16, 64))
     parts = qk._reinterpret(dtype, [K // 16, 32, 32], tile_layout(16, 64))
-    X = ky._reinterpret(dtype, [K // 32, 4, 16, 16], stack_layout(16, 16, 16, 32)).index(0)
+    X = ky._reinterpret(dtype, [K // 32, 4, 16, 16], stack_layout(4, 16, 16, 16, 32)).index(0)
     norms = gl.allocate_shared_memory(gl.float32, [4, 16], plain_shared(2))
     inputs = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(inputs, count=1)
@@ -126,7 +126,7 @@ def activated_beta(ptr, token, stride, live, F: gl.constexpr):
 @gluon.jit
 def row_norms(buf, length, F: gl.constexpr):
     """1 / |x| of the rows of q and k as [4, 16]: 0 past the end"""
-    mma: gl.constexpr = block_layout()
+    mma: gl.constexpr = block_layout(gl.num_warps())
     tile = buf.qk._reinterpret(buf.qk.dtype, [4, 16, F.K], row_blocks(F.K))
     i, j = places()
     gram = gl.zeros([4, 16, 16], gl.float32, mma)
@@ -143,7 +143,7 @@ def row_norms(buf, length, F: gl.constexpr):
 @gluon.jit
 def inverse_blocks(buf):
     """The quarters of (I - A)^-1 [4, 16, 16] in fp32 from A's in buf.blocks"""
-    mma: gl.constexpr = block_layout()
+    mma: gl.constexpr = block_layout(gl.num_warps())
     left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     right: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
     X, _ = invert(buf.blocks.load(mma).to(gl.float32), buf.X.dtype)
@@ -194,7 +194,7 @@ def prepare_operands_kernel(
 ):  # fmt: skip
     K: gl.constexpr = F.K
     L: gl.constexpr = group_layout(32, num_warps)
-    mma: gl.constexpr = block_layout()
+    mma: gl.constexpr = block_layout(gl.num_warps())
     maps = Maps(q_desc, k_desc, g_desc, w_desc, kg_desc, qg_desc, Aqk_desc)
     buf = make_buffers(maps, F)
     entry = gl.program_id(0)

@@ -8,8 +8,8 @@ from openkda.hopper.tiles import block_layout
 
 @gluon.jit
 def places():
-    """(row, column) of [4, 16, 16] blocks"""
-    mma: gl.constexpr = block_layout()
+    """(row, column) of [warps, 16, 16] blocks"""
+    mma: gl.constexpr = block_layout(gl.num_warps())
     i = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, mma)))[None, :, None]
     j = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, mma)))[None, None, :]
     return i, j
@@ -17,8 +17,8 @@ def places():
 
 @gluon.jit
 def both_operands(tile, row: gl.constexpr, c: gl.constexpr):
-    """Rows row to row + 16 of the c-th 32 channels of tile [4, rows, K], x as the left operand and x^T as the right one"""
-    mma: gl.constexpr = block_layout()
+    """Rows row to row + 16 of the c-th 32 channels of tile [warps, rows, K], x as the left operand and x^T as the right one"""
+    mma: gl.constexpr = block_layout(gl.num_warps())
     x = tile.slice(row, 16, dim=1).slice(32 * c, 32, dim=2).load(gl.DotOperandLayout(0, mma, 2))
     return x, gl.convert_layout(x.permute((0, 2, 1)), gl.DotOperandLayout(1, mma, 2), assert_trivial=True)
 
@@ -26,7 +26,7 @@ def both_operands(tile, row: gl.constexpr, c: gl.constexpr):
 @gluon.jit
 def product(a, bt, acc):
     """acc + a b, with b given as its transpose in a's layout: the registers of one operand serve as the other, nothing moves"""
-    mma: gl.constexpr = block_layout()
+    mma: gl.constexpr = block_layout(gl.num_warps())
     d0: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     d1: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
     return mma_v2(gl.convert_layout(a, d0), gl.convert_layout(bt.permute((0, 2, 1)), d1), acc)
@@ -34,18 +34,18 @@ def product(a, bt, acc):
 
 @gluon.jit
 def transposed(x):
-    """x^T of 16-bit blocks x [4, 16, 16], inside each warp"""
+    """x^T of 16-bit blocks x [warps, 16, 16], inside each warp"""
     code: gl.constexpr = "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;"
     x = gl.inline_asm_elementwise(code, "=r,r", [x], dtype=x.dtype, is_pure=True, pack=2)  # of each quarter
-    x = x.reshape([4, 2, 8, 2, 8]).permute((0, 3, 2, 1, 4)).reshape([4, 16, 16])
-    return gl.convert_layout(x, block_layout(), assert_trivial=True)
+    x = x.reshape([gl.num_warps(), 2, 8, 2, 8]).permute((0, 3, 2, 1, 4)).reshape([gl.num_warps(), 16, 16])
+    return gl.convert_layout(x, block_layout(gl.num_warps()), assert_trivial=True)
 
 
 @gluon.jit
 def scores(kq, ki, T: gl.constexpr):
-    """kd ki^T and qd ki^T [4, 16, 16], the former in two chains of products, for the inverse waits for it"""
-    mma: gl.constexpr = block_layout()
-    zero = gl.zeros([4, 16, 16], gl.float32, mma)
+    """kd ki^T and qd ki^T [warps, 16, 16], the former in two chains of products, for the inverse waits for it"""
+    mma: gl.constexpr = block_layout(gl.num_warps())
+    zero = gl.zeros([gl.num_warps(), 16, 16], gl.float32, mma)
     kk0, kk1, qk = zero, zero, zero
     for c in gl.static_range(T.K // 32):
         columns = ki.permute((0, 2, 1)).slice(0, 16, dim=2).slice(32 * c, 32, dim=1).load(gl.DotOperandLayout(1, mma, 2))
@@ -64,7 +64,7 @@ def invert(A, dtype: gl.constexpr):
     """((I - A)^-1, its transpose) of strictly lower 16x16 blocks A by T <- T + (T A_s) T over block sizes 2, 4, 8, 16; operands in `dtype`,
     fp32 sums. The transpose is carried along because it is the other operand's register layout."""
     i, j = places()
-    zero = gl.zeros([4, 16, 16], gl.float32, block_layout())
+    zero = gl.zeros([gl.num_warps(), 16, 16], gl.float32, block_layout(gl.num_warps()))
     At = transposed(A.to(dtype))
     T = gl.where(i == j, 1.0, gl.where(i // 2 == j // 2, A, 0.0))
     U = gl.where(i == j, 1.0, gl.where(i // 2 == j // 2, At.to(gl.float32), 0.0))
@@ -79,7 +79,7 @@ def invert(A, dtype: gl.constexpr):
 
 @gluon.jit
 def diagonal(x):
-    """The diagonals of blocks, [4, 16]"""
+    """The diagonals of blocks, [warps, 16]"""
     i, j = places()
     return gl.sum(gl.where(i == j, x, 0.0), axis=2)
 
@@ -150,12 +150,12 @@ def result_types(dtype, outputs):
 
 @gluon.jit
 def solve(kk, qk, factor, columns, dtype: gl.constexpr, outputs: gl.constexpr):
-    """(T0, Z T0) of 16x16 blocks, T0 = (I - A)^-1 diag(columns), A = diag(factor) tril(kk, -1), Z = tril(qk); factor, columns [4, 16].
+    """(T0, Z T0) of 16x16 blocks, T0 = (I - A)^-1 diag(columns), A = diag(factor) tril(kk, -1), Z = tril(qk); factor, columns [warps, 16].
     Without outputs (T0, T0). T <- T + (T A_s) T over block sizes 2, 4, 8, then the lower left of 16; operands in `dtype`, fp32 sums. One
     opaque step on registers: seven products where whole 16x16 ones would be twenty."""
     code: gl.constexpr = solve_code(dtype, outputs)
     form: gl.constexpr = "=&r" + ",=&r" * (7 if outputs else 3) + ",r" * (32 if outputs else 24)
-    zero = gl.zeros([4, 16, 16], gl.float32, block_layout())
+    zero = gl.zeros([gl.num_warps(), 16, 16], gl.float32, block_layout(gl.num_warps()))
     factor = gl.expand_dims(factor, 2) + zero
     columns = gl.expand_dims(columns, 2) + zero
     types: gl.constexpr = result_types(dtype, outputs)

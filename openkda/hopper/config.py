@@ -25,8 +25,9 @@ class Tiles:
     K: int
     V: int
     R: int  # rows of V (of the transposed state) per block
-    groups: int  # groups of four blocks held in shared memory
-    preps: int  # preparation partitions of 4 warps
+    wide: int  # blocks of a group, and warps of a preparation partition
+    groups: int  # groups held in shared memory
+    preps: int  # preparation partitions
     prep_regs: int
     scan_warps: int
     outputs: bool  # True: the forward; False: state only (segment summaries)
@@ -58,6 +59,8 @@ class Config:
 # What a block looks like: rows of V, preparation partitions and their registers, warps of the scan, groups in the ring.
 FULL = dict(R=128, preps=2, prep_regs=120, scan_warps=4, groups=3)  # most work per block: enough heads to fill the chip
 HALF = dict(R=64, preps=2, prep_regs=160, scan_warps=4, groups=3)  # two blocks share a head
+WIDE = dict(R=128, wide=8, preps=1, prep_regs=128, scan_warps=4, groups=1)  # up to eight blocks with a tail of their own
+ALONE = dict(R=128, preps=1, prep_regs=160, scan_warps=4, groups=3)  # short segments, unbounded gates
 PAIRS = dict(R=128, preps=1, prep_regs=72, scan_warps=8, groups=3)  # summaries: two chains of 128 rows
 
 
@@ -70,10 +73,10 @@ def base_tiles(problem: Problem, shape: dict, **changes: object) -> Tiles:
         K=p.K, V=p.V, outputs=True, gate=gate, l2norm=p.qk_l2norm, state_v_first=p.state_v_first, split="none", pdl=False,
         fixed=not p.varlen, located=False, chunk=p.chunk_size if p.return_intermediate_states and changes.get("outputs", True) else 0,
         beta="given" if not p.beta_sigmoid else "twice" if p.neg_eigval else "sigmoid",
-        form=form, kg=form != "product",
+        wide=4, form=form, kg=form != "product",
     )  # fmt: skip
-    if (form == "halves" or changes.get("split") == "tails") and shape is FULL:  # all that the scan can spare where it has no tail to run
-        shape = {**shape, "prep_regs": shape["prep_regs"] + 8}
+    if (form == "halves" or changes.get("split") == "tails") and shape["prep_regs"] == FULL["prep_regs"]:
+        shape = {**shape, "prep_regs": shape["prep_regs"] + 8}  # all that the scan can spare where it has no tail to run
     tiles = Tiles(**{**fields, **shape, **changes})
     # Where the scan of 128 rows under unbounded gates finds its work itself, its loop is short of registers and 10 % slower.
     tiles = replace(tiles, located=form == "halves" and tiles.outputs and tiles.R == 128 and tiles.split != "tails")
@@ -86,9 +89,9 @@ RESERVED_BYTES = 4096  # exchanges between warps, barriers, alignment
 
 
 def group_bytes(tiles: Tiles, gate_bytes: int) -> int:
-    """Shared memory of a group of four blocks (tiles.py, Ring)"""
+    """Shared memory of a group (tiles.py, Ring)"""
     t = tiles
-    return 4 * (2 * BLOCK * t.K * 2 + BLOCK * t.K * gate_bytes + BLOCK * t.R * 2 + 2 * BLOCK * BLOCK * 2 + t.K * 4 + 2 * BLOCK * 4)
+    return t.wide * (2 * BLOCK * t.K * 2 + BLOCK * t.K * gate_bytes + BLOCK * t.R * 2 + 2 * BLOCK * BLOCK * 2 + t.K * 4 + 2 * BLOCK * 4)
 
 
 MULTIPROCESSORS = 132
@@ -99,8 +102,15 @@ WORKSPACE = 512 * 2**20  # bytes that entry states and summaries may take
 
 
 def own_tail_blocks(tiles: Tiles) -> int:
-    """How many blocks of 16 tokens a segment has at most, with its own tail: the tail's tiles stay in the ring (own.py)"""
-    return 4 * tiles.groups
+    """How many blocks of 16 tokens the ring holds: as many as a segment has at most with its own tail, whose tiles stay there (own.py)"""
+    return tiles.wide * tiles.groups
+
+
+def own_tail_tiles(problem: Problem, blocks: int) -> Tiles:
+    """Of segments with tails of their own, `blocks` of 16 tokens in all: one group of four or of eight, whose preparation is short, where
+    that will do (docs/hopper_prefill.md)."""
+    shape = {**FULL, "groups": 1} if blocks <= 4 else WIDE if blocks <= WIDE["wide"] else FULL
+    return base_tiles(problem, shape, split="tails", pdl=True)
 
 
 @dataclass(frozen=True)
@@ -256,5 +266,8 @@ def config_of(problem: Problem, cut: Cut, times: tuple[float, float]) -> Config:
         "summaries": ("segments", "entry states from a pass over tails", "from summaries"),
     }[cut.how]
     reason = f"segments of {cut.steps} steps, {where}, about {fast:.0f} us where those suffice; else {otherwise}, {slow:.0f} us"
-    first = base_tiles(p, FULL, split=split, pdl=True)
+    # Two groups of an unbounded gate prepared side by side take half as long again: what a short segment, which is mostly start, waits for.
+    short = base_tiles(p, FULL).form == "halves" and cut.how == "summaries" and 2 * cut.steps <= own_tail_blocks(base_tiles(p, FULL))
+    full = ALONE if short else FULL
+    first = own_tail_tiles(p, 2 * cut.steps + cut.tail) if split == "tails" else base_tiles(p, full, split=split, pdl=True)
     return Config(first, cut.steps, cut.tail, None if cut.how == "tails" else state, None if cut.how == "summaries" else whole, reason)

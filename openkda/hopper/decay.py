@@ -44,7 +44,7 @@ def gate_line(src, head, channel, T: gl.constexpr):
 @gluon.jit
 def slice_line(src, work, first: gl.constexpr, T: gl.constexpr):
     """gate_line of channels first to first + WIDTH"""
-    L: gl.constexpr = channel_layout(WIDTH, 16)
+    L: gl.constexpr = channel_layout(WIDTH, 16, gl.num_warps())
     channel = first + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, gl.SliceLayout(1, L)))[None, None, :]
     return gate_line(src, work.head, channel, T)
 

@@ -89,7 +89,7 @@ def lg2(x):
 def slice_constants(src, work, first: gl.constexpr, T: gl.constexpr):
     """(slope, offset, factor, most) of channels first to first + WIDTH: a token forgets -factor * activation(gate * slope + offset) bits,
     at most MOST, which the gate `most` does"""
-    L: gl.constexpr = channel_layout(WIDTH, 8)
+    L: gl.constexpr = channel_layout(WIDTH, 8, gl.num_warps())
     channel = first + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, gl.SliceLayout(1, L)))[None, None, :]
     slope, offset, factor = gate_line(src, work.head, channel, T)
     if T.gate == "softplus":
@@ -100,7 +100,7 @@ def slice_constants(src, work, first: gl.constexpr, T: gl.constexpr):
         factor = -factor
         most = offset * 0.0 - MOST / LOG2E
     most += gl.abs(most) * (0.0078125 if T.gate == "none" else -0.0078125)
-    return slope, offset, factor, (most + gl.zeros([4, 8, WIDTH], gl.float32, L)).to(src.g.dtype)
+    return slope, offset, factor, (most + gl.zeros([gl.num_warps(), 8, WIDTH], gl.float32, L)).to(src.g.dtype)
 
 
 @gluon.jit
@@ -122,10 +122,10 @@ def last_row(x):
 
 @gluon.jit
 def half_sums(g, h: gl.constexpr, consts, steep, T: gl.constexpr):
-    """(P [4, 8, WIDTH], q [4, 1, WIDTH]) of half h: P + base is the prefix sum of the activations; its last row is log2(1 + q),
+    """(P [warps, 8, WIDTH], q [warps, 1, WIDTH]) of half h: P + base is the prefix sum of the activations; its last row is log2(1 + q),
     more exactly, where q <= 1"""
     slope, offset, _, most = consts
-    raw = g.slice(8 * h, 8, dim=1).slice(0, WIDTH, dim=2).load(channel_layout(WIDTH, 8))
+    raw = g.slice(8 * h, 8, dim=1).slice(0, WIDTH, dim=2).load(channel_layout(WIDTH, 8, gl.num_warps()))
     x = to_f32(held(raw, most, T)) * slope + offset
     if T.gate == "softplus":
         if steep:
@@ -144,8 +144,8 @@ def half_sums(g, h: gl.constexpr, consts, steep, T: gl.constexpr):
 
 @gluon.jit
 def load_half(kq, h: gl.constexpr, T: gl.constexpr):
-    """k and q (k again where no output is asked) of half h, [4, 8, WIDTH] each"""
-    L: gl.constexpr = channel_layout(WIDTH, 8)
+    """k and q (k again where no output is asked) of half h, [warps, 8, WIDTH] each"""
+    L: gl.constexpr = channel_layout(WIDTH, 8, gl.num_warps())
     k = kq.slice(8 * h, 8, dim=1).slice(0, WIDTH, dim=2).load(L)
     q = k
     if T.outputs:
@@ -170,7 +170,7 @@ def store_rows(kq, h: gl.constexpr, k, q, T: gl.constexpr):
     """Half h of k and q back, in one store: two would have a barrier between them"""
     if T.outputs:
         rows = gl.join(k, q).permute((0, 3, 1, 2))
-        kq.reshape([4, 2, 16, T.K]).slice(8 * h, 8, dim=2).slice(0, WIDTH, dim=3).store(rows)
+        kq.reshape([gl.num_warps(), 2, 16, T.K]).slice(8 * h, 8, dim=2).slice(0, WIDTH, dim=3).store(rows)
     else:
         kq.slice(8 * h, 8, dim=1).slice(0, WIDTH, dim=2).store(k)
 
@@ -179,14 +179,14 @@ def store_rows(kq, h: gl.constexpr, k, q, T: gl.constexpr):
 def store_columns(ki, first, second, T: gl.constexpr):
     """Both halves into ki, in one store likewise"""
     both = gl.join(first, second).permute((0, 3, 1, 2))
-    ki.reshape([4, ki.shape[1] // 8, 8, T.K]).slice(0, 2, dim=1).slice(0, WIDTH, dim=3).store(both)
+    ki.reshape([gl.num_warps(), ki.shape[1] // 8, 8, T.K]).slice(0, 2, dim=1).slice(0, WIDTH, dim=3).store(both)
 
 
 @gluon.jit
 def make_slice(kq, g, ki, across, decay, consts, T: gl.constexpr):
     """decay, and the tiles of the scores, over a slice's raw ones. Returns exp(n), for the second half's rows, and kg of both halves."""
-    L: gl.constexpr = channel_layout(WIDTH, 8)
-    zero = gl.zeros([4, 8, WIDTH], gl.float32, L)
+    L: gl.constexpr = channel_layout(WIDTH, 8, gl.num_warps())
+    zero = gl.zeros([gl.num_warps(), 8, WIDTH], gl.float32, L)
     factor = consts[2]
     steep = factor <= -STEEP
     base = gl.where(steep, factor * BASE, 0.0) if T.gate == "softplus" else 0.0
@@ -201,7 +201,7 @@ def make_slice(kq, g, ki, across, decay, consts, T: gl.constexpr):
         q = q0 + (q0 * q1 + q1)
         p = gl.where(q <= 1.0, log2p(q) * factor, p)
     k0, q0 = load_half(kq, 0, T)
-    decay.slice(0, WIDTH, dim=1).store(gl.reshape(ex2(p), [4, WIDTH]))
+    decay.slice(0, WIDTH, dim=1).store(gl.reshape(ex2(p), [gl.num_warps(), WIDTH]))
     c0, kg0 = outward_half(kq, ki, 0, k0, q0, P0 * factor + (base + ANCHOR), ex2_denormal(e0 + e1 + ANCHOR) + zero, T)
     across.store(shifted(c0, (ex2(n + SHIFT) + zero).to(kq.dtype)))
     k1, q1 = load_half(kq, 1, T)
@@ -213,36 +213,37 @@ def make_slice(kq, g, ki, across, decay, consts, T: gl.constexpr):
 def finish_slice(kq, ki, down, kg0, kg1, T: gl.constexpr):
     """What the state reads, over what only the scores did"""
     k, q = load_half(kq, 1, T)
-    down = (down + gl.zeros([4, 8, WIDTH], gl.float32, channel_layout(WIDTH, 8))).to(kq.dtype)
+    down = (down + gl.zeros([gl.num_warps(), 8, WIDTH], gl.float32, channel_layout(WIDTH, 8, gl.num_warps()))).to(kq.dtype)
     store_rows(kq, 1, shifted(k, down), shifted(q, down), T)
     store_columns(ki, kg0, kg1, T)
 
 
 @gluon.constexpr_function
-def stacked_layout():
-    """8 rows of k and the same 8 of q, [4, 2, 1, 8, 32], as the rows of a left operand [4, 16, 32]"""
+def stacked_layout(warps):
+    """8 rows of k and the same 8 of q, [warps, 2, 1, 8, 32], as the rows of a left operand [warps, 16, 32]"""
     at = lambda dim, n: [n if d == dim else 0 for d in range(5)]
     return gl.DistributedLinearLayout(
         reg_bases=[at(4, 1), at(1, 1), at(4, 8), at(4, 16)],
         lane_bases=[at(4, 2), at(4, 4), at(3, 1), at(3, 2), at(3, 4)],
-        warp_bases=[at(0, 1), at(0, 2)],
+        warp_bases=[at(0, 1 << i) for i in range(warps.bit_length() - 1)],
         block_bases=[],
-        shape=[4, 2, 1, 8, 32],
+        shape=[warps, 2, 1, 8, 32],
     )
 
 
 @gluon.jit
 def stacked_rows(kq, h: gl.constexpr, first: gl.constexpr, T: gl.constexpr):
     """8 rows of k above 8 of q, those of half h and 32 channels, as a left operand"""
-    x = kq.reshape([4, 2, 2, 8, T.K]).slice(h, 1, dim=2).slice(first, 32, dim=4).load(stacked_layout())
-    return gl.convert_layout(x.reshape([4, 16, 32]), gl.DotOperandLayout(0, block_layout(), 2), assert_trivial=True)
+    x = kq.reshape([gl.num_warps(), 2, 2, 8, T.K]).slice(h, 1, dim=2).slice(first, 32, dim=4).load(stacked_layout(gl.num_warps()))
+    L: gl.constexpr = gl.DotOperandLayout(0, block_layout(gl.num_warps()), 2)
+    return gl.convert_layout(x.reshape([gl.num_warps(), 16, 32]), L, assert_trivial=True)
 
 
 @gluon.jit
 def slice_scores(kq, ki, across, near0, near1, far, T: gl.constexpr):
     """Adds a slice to the products of rows and columns of the first half, of the second, and of second-half rows with first-half columns;
-    [4, 16, 8] each: 8 rows of k, 8 of q"""
-    d1: gl.constexpr = gl.DotOperandLayout(1, block_layout(), 2)
+    [warps, 16, 8] each: 8 rows of k, 8 of q"""
+    d1: gl.constexpr = gl.DotOperandLayout(1, block_layout(gl.num_warps()), 2)
     for n in gl.static_range(WIDTH // 32):
         r0 = stacked_rows(kq, 0, 32 * n, T)
         r1 = stacked_rows(kq, 1, 32 * n, T)
@@ -255,25 +256,27 @@ def slice_scores(kq, ki, across, near0, near1, far, T: gl.constexpr):
 
 @gluon.jit
 def rows_of(x):
-    """The k and the q rows of stacked products, [4, 8, 8] each"""
-    return gl.split(x.reshape([4, 2, 8, 8]).permute((0, 2, 3, 1)))
+    """The k and the q rows of stacked products, [warps, 8, 8] each"""
+    return gl.split(x.reshape([gl.num_warps(), 2, 8, 8]).permute((0, 2, 3, 1)))
 
 
 @gluon.jit
 def whole_block(near0, near1, far):
-    """[4, 16, 16] from its quarters; the upper right one is never read"""
-    top = gl.join(near0, near0).permute((0, 1, 3, 2)).reshape([4, 8, 16])
-    bottom = gl.join(far, near1).permute((0, 1, 3, 2)).reshape([4, 8, 16])
-    return gl.convert_layout(gl.join(top, bottom).permute((0, 3, 1, 2)).reshape([4, 16, 16]), block_layout(), assert_trivial=True)
+    """[warps, 16, 16] from its quarters; the upper right one is never read"""
+    top = gl.join(near0, near0).permute((0, 1, 3, 2)).reshape([gl.num_warps(), 8, 16])
+    bottom = gl.join(far, near1).permute((0, 1, 3, 2)).reshape([gl.num_warps(), 8, 16])
+    both = gl.join(top, bottom).permute((0, 3, 1, 2)).reshape([gl.num_warps(), 16, 16])
+    return gl.convert_layout(both, block_layout(gl.num_warps()), assert_trivial=True)
 
 
 @gluon.jit
 def half_tiles(ring, at, consts, T: gl.constexpr):
     """kq = (kd, qd) 2^ANCHOR, ki = kg and decay of group `at` from its raw tiles; returns the scores kd ki^T, qd ki^T 2^ANCHOR."""
     c0, c1 = consts
-    zero = gl.zeros([4, 16, 8], gl.float32, block_layout())
+    zero = gl.zeros([gl.num_warps(), 16, 8], gl.float32, block_layout(gl.num_warps()))
     near0, near1, far = zero, zero, zero
-    across = ring.tz._reinterpret(ring.kq.dtype, [T.groups, 4, 8, WIDTH], stack_layout(8, WIDTH, 16)).index(at)  # free until T0 is there
+    L: gl.constexpr = stack_layout(gl.num_warps(), 8, WIDTH, 16)
+    across = ring.tz._reinterpret(ring.kq.dtype, [T.groups, T.wide, 8, WIDTH], L).index(at)  # free until T0 is there
     for c in range(T.K // WIDTH):
         kq, g, ki, decay = slice_views(ring, at, c, T)
         here = c0[0], gl.where(c == 0, c0[1], c1[1]), c0[2], gl.where(c == 0, c0[3], c1[3])

@@ -18,10 +18,10 @@ SLICE = gl.constexpr(32)  # channels at a time
 
 @gluon.jit
 def halves(x, level: gl.constexpr):
-    """The rows of even and of odd blocks of 2**level rows of x [4, 16, n], as [4, pairs, rows, n] each. Registers only."""
+    """The rows of even and of odd blocks of 2**level rows of x [warps, 16, n], as [warps, pairs, rows, n] each. Registers only."""
     s: gl.constexpr = 2**level
     n: gl.constexpr = x.shape[2]
-    return gl.split(x.reshape([4, 8 // s, 2, s, n]).permute((0, 1, 3, 4, 2)))
+    return gl.split(x.reshape([gl.num_warps(), 8 // s, 2, s, n]).permute((0, 1, 3, 4, 2)))
 
 
 @gluon.jit
@@ -36,8 +36,8 @@ def level_exponents(G, level: gl.constexpr):
 @gluon.jit
 def pair_products(kq, c: gl.constexpr, T: gl.constexpr):
     """k k^T and q k^T of the c-th 32 channels of what kq holds now"""
-    mma: gl.constexpr = block_layout()
-    zero = gl.zeros([4, 16, 16], gl.float32, mma)
+    mma: gl.constexpr = block_layout(gl.num_warps())
+    zero = gl.zeros([gl.num_warps(), 16, 16], gl.float32, mma)
     k, kt = both_operands(kq, 0, c)
     qk = zero
     if T.outputs:
@@ -49,7 +49,7 @@ def pair_products(kq, c: gl.constexpr, T: gl.constexpr):
 @gluon.jit
 def level_slice(kq, g, ki, decay, first, c: gl.constexpr, src, work, kk, qk, T: gl.constexpr):
     """The c-th 32 channels of these tiles, channels from `first` on: the tiles, and their part of the scores"""
-    L: gl.constexpr = gl.BlockedLayout([1, 16, 1], [1, 1, 32], [4, 1, 1], [2, 1, 0])
+    L: gl.constexpr = gl.BlockedLayout([1, 16, 1], [1, 1, 32], [gl.num_warps(), 1, 1], [2, 1, 0])
     r, i = places()
     channel = first + gl.arange(0, SLICE, layout=gl.SliceLayout(0, gl.SliceLayout(1, L)))[None, None, :]
     consts = gate_line(src, work.head, channel, T)
@@ -83,7 +83,7 @@ def level_slice(kq, g, ki, decay, first, c: gl.constexpr, src, work, kk, qk, T: 
 @gluon.jit
 def level_tiles(ring, at, src, work, T: gl.constexpr):
     """kq = (kd, qd), ki = kg and decay of group `at` from its raw tiles; returns the lower halves of kd ki^T, qd ki^T"""
-    kk = gl.zeros([4, 16, 16], gl.float32, block_layout())
+    kk = gl.zeros([gl.num_warps(), 16, 16], gl.float32, block_layout(gl.num_warps()))
     qk = kk
     for c in range(T.K // WIDTH):
         kq, g, ki, decay = slice_views(ring, at, c, T)

@@ -1,9 +1,9 @@
 """Segments that begin with a tail of their own: the map M of the tail, run by the preparation partitions beside the scan.
 
-A block starts `tail` blocks of 16 tokens before its segment, from (0, I). The scan carries the state on. Both preparation partitions take
-64 rows of M each (rows do not depend on one another, and a warp has its own) through the tail, when all groups are prepared: in the midst
-of the preparation M's registers would be too many. So the tail's tiles must still be there, and such blocks have no more groups than the
-ring.
+A block starts `tail` blocks of 16 tokens before its segment, from (0, I). The scan carries the state on. The preparation partitions take
+M through the tail, 16 rows a warp (rows do not depend on one another), when all groups are prepared: in the midst of the preparation M's
+registers would be too many. So the tail's tiles must still be there, and such blocks have no more groups than the ring: one of four blocks,
+which the first partition prepares while the second is free for M; one of eight, on one partition of eight warps; or as many as fit.
 
     M <- (M + (-r_k M kd^T) T0^T ki) exp(G_C)      or, with a kg tile, M exp(G_C) + (-r_k M kd^T) T0^T kg
 
@@ -21,31 +21,34 @@ from openkda.hopper.tiles import plain_shared, row_layout
 class Verdict(NamedTuple):
     """By which the preparation partitions tell the scan if their rows of M are small; None where blocks have no tails of their own"""
 
-    small: object  # [2, 1] int32
+    small: object  # [preps, 1] int32
     told: object  # barrier
 
 
 @gluon.jit
-def make_verdict():
-    small = gl.allocate_shared_memory(gl.int32, [2, 1], plain_shared(1))
+def make_verdict(T: gl.constexpr):
+    small = gl.allocate_shared_memory(gl.int32, [T.preps, 1], plain_shared(1))
     told = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(told.index(0), count=2)
+    mbarrier.init(told.index(0), count=T.preps)
     return Verdict(small, told)
 
 
 @gluon.jit
-def read_verdict(verdict):
+def read_verdict(verdict, T: gl.constexpr):
     """1 if all rows of M are small"""
     L: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     mbarrier.wait(verdict.told.index(0), 0)
     gl.thread_barrier()  # each thread has waited; without it racecheck reports the words, read here first
-    return gl.minimum(gl.max(verdict.small.index(0).load(L), 0), gl.max(verdict.small.index(1).load(L), 0))
+    small = gl.max(verdict.small.index(0).load(L), 0)
+    if T.preps > 1:
+        small = gl.minimum(small, gl.max(verdict.small.index(1).load(L), 0))
+    return small
 
 
 @gluon.constexpr_function
-def map_layout():
-    """[64, n] accumulators, 16 rows a warp"""
-    return gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[4, 1], instr_shape=[16, 8])
+def map_layout(warps):
+    """[16 warps, n] accumulators, 16 rows a warp"""
+    return gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[warps, 1], instr_shape=[16, 8])
 
 
 @gluon.jit
@@ -56,13 +59,13 @@ def piece(tiles, n, rows: gl.constexpr, columns: gl.constexpr, count: gl.constex
 
 @gluon.jit
 def advance_map(M0, M1, ring, b, T: gl.constexpr):
-    """M, its columns in two halves [64, 64], after block b. Rows are independent and a warp has its own: nothing waits."""
-    L: gl.constexpr = map_layout()
+    """Rows of M, its columns in two halves [rows, 64], after block b. Rows are independent and a warp has its own: nothing waits."""
+    L: gl.constexpr = map_layout(gl.num_warps())
     A: gl.constexpr = gl.DotOperandLayout(0, L, 2)
     B: gl.constexpr = gl.DotOperandLayout(1, L, 2)
     dtype: gl.constexpr = ring.kq.dtype
-    blocks: gl.constexpr = 4 * T.groups
-    zero = gl.zeros([64, 16], gl.float32, L)
+    blocks: gl.constexpr = T.wide * T.groups
+    zero = gl.zeros([M0.shape[0], 16], gl.float32, L)
     X0 = mma_v2(gl.convert_layout(M0.to(dtype), A), piece(ring.kq, 4 * b, 16, 64, 4 * blocks, 128).permute((1, 0)).load(B), zero)
     X1 = mma_v2(gl.convert_layout(M1.to(dtype), A), piece(ring.kq, 4 * b + 2, 16, 64, 4 * blocks, 128).permute((1, 0)).load(B), zero)
     X = (X0 + X1) * ring.read.index(b).load(L)
@@ -74,9 +77,9 @@ def advance_map(M0, M1, ring, b, T: gl.constexpr):
 @gluon.jit
 def advance_columns(M, R, ring, b, c: gl.constexpr, T: gl.constexpr):
     """The c-th 64 columns of M"""
-    L: gl.constexpr = map_layout()
+    L: gl.constexpr = map_layout(gl.num_warps())
     per: gl.constexpr = ring.g.dtype.primitive_bitwidth // 16  # ki has the rows of the gate's tile
-    blocks: gl.constexpr = 4 * T.groups
+    blocks: gl.constexpr = T.wide * T.groups
     decay = ring.decay._reinterpret(gl.float32, [2 * blocks, 1, 64], plain_shared(2)).index(2 * b + c).load(L)
     ki = piece(ring.ki, (2 * b + c) * per, 16, 64, 2 * per * blocks, 128).load(gl.DotOperandLayout(1, L, 2))
     if T.kg:
@@ -89,15 +92,17 @@ def advance_columns(M, R, ring, b, c: gl.constexpr, T: gl.constexpr):
 
 @gluon.jit
 def map_places(c: gl.constexpr):
-    """(row, column) of 64 rows of M, its c-th 64 columns"""
-    L: gl.constexpr = map_layout()
-    return gl.arange(0, 64, layout=gl.SliceLayout(1, L))[:, None], 64 * c + gl.arange(0, 64, layout=gl.SliceLayout(0, L))[None, :]
+    """(row, column) of a partition's rows of M, 16 a warp, its c-th 64 columns"""
+    L: gl.constexpr = map_layout(gl.num_warps())
+    row = gl.arange(0, 16 * gl.num_warps(), layout=gl.SliceLayout(1, L))[:, None]
+    return row, 64 * c + gl.arange(0, 64, layout=gl.SliceLayout(0, L))[None, :]
 
 
 @gluon.jit
 def identity(part: gl.constexpr, c: gl.constexpr):
     row, col = map_places(c)
-    return gl.where(row + 64 * part == col, 1.0, gl.zeros([64, 64], gl.float32, map_layout()))
+    rows: gl.constexpr = 16 * gl.num_warps()
+    return gl.where(row + rows * part == col, 1.0, gl.zeros([rows, 64], gl.float32, map_layout(gl.num_warps())))
 
 
 @gluon.jit

@@ -2,7 +2,7 @@
 rows of V, and walks its tokens in blocks of 16:
 
     default partition   scan_warps warps    the recurrence and the output (scan.py)
-    preps x 4 warps                         activation, norms, decay, scores, inverse, four blocks at a time (prep.py)
+    preps x wide warps                      activation, norms, decay, scores, inverse, a block a warp (prep.py)
     4 x 1 warp                              request the raw tiles of g, k, q, v, two blocks at a time
 
 Equations, names: docs/math.md. Algorithm, schedule, budgets and measurements: docs/hopper_prefill.md."""
@@ -40,8 +40,21 @@ def run_roles(scan, ring, src, deal, queue, verdict, first, T: gl.constexpr):
                 (prep_role, (ring, src, deal, queue, verdict, first, 1, T)),
                 (load_role, (ring, src, deal, queue, first, "gkqv", T)),
             ],
-            [4, 4, 1],
+            [T.wide, T.wide, 1],
             [regs, regs, 24],
+        )
+    elif T.outputs and T.preps == 1:
+        gl.warp_specialize(
+            [
+                (scan_role, scan),
+                (prep_role, (ring, src, deal, queue, verdict, first, 0, T)),
+                (load_role, (ring, src, deal, queue, first, "g", T)),
+                (load_role, (ring, src, deal, queue, first, "k", T)),
+                (load_role, (ring, src, deal, queue, first, "q", T)),
+                (load_role, (ring, src, deal, queue, first, "v", T)),
+            ],
+            [T.wide, 1, 1, 1, 1],
+            [regs, 24, 24, 24, 24],
         )
     elif T.outputs:
         gl.warp_specialize(
@@ -54,7 +67,7 @@ def run_roles(scan, ring, src, deal, queue, verdict, first, T: gl.constexpr):
                 (load_role, (ring, src, deal, queue, first, "q", T)),
                 (load_role, (ring, src, deal, queue, first, "v", T)),
             ],
-            [4, 4, 1, 1, 1, 1],
+            [T.wide, T.wide, 1, 1, 1, 1],
             [regs, regs, 24, 24, 24, 24],
         )
     else:
@@ -66,7 +79,7 @@ def run_roles(scan, ring, src, deal, queue, verdict, first, T: gl.constexpr):
                 (load_role, (ring, src, deal, queue, first, "k", T)),
                 (load_role, (ring, src, deal, queue, first, "v", T)),
             ],
-            [4, 1, 1, 1],
+            [T.wide, 1, 1, 1],
             [regs, 24, 24, 24],
         )
 
@@ -92,7 +105,7 @@ def forward_kernel(
     out = Output(o_desc, o_ptr, gl.allocate_shared_memory(o_desc.dtype, [2, 16, R], tile_layout(16)))
     states = States(initial_ptr, final_ptr, entry_ptr, h_ptr)
     sink = Sink(None, known_ptr, tail)
-    verdict = make_verdict() if T.split == "tails" else Verdict(None, None)
+    verdict = make_verdict(T) if T.split == "tails" else Verdict(None, None)
     run_roles((ring, out, states, sink, deal, queue, verdict, first, HV, NS, T), ring, src, deal, queue, verdict, first, T)
 
 

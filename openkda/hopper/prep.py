@@ -1,4 +1,5 @@
-"""The preparation roles of the Hopper forward: from the raw tiles of a group (4 blocks of 16 tokens) to what the scan reads.
+"""The preparation roles of the Hopper forward: from the raw tiles of a group (T.wide blocks of 16 tokens) to what
+the scan reads.
 
 Per block, r_k, r_q the inverse norms (1 without l2norm; |k|^2 is the diagonal of kd ki^T), G the inclusive base-2 prefix sum of the log
 decay:
@@ -10,7 +11,7 @@ decay:
                                                   block-diagonal part, so nothing grows
     tz = (T0, Z T0)     read = -r_k     write = scale r_q     decay = exp(G_C)
 
-A partition of 4 warps takes every `preps`-th group, one warp per block: what a warp writes, it alone reads before the group is ready. Raw
+A partition takes every `preps`-th group, one warp per block: what a warp writes, it alone reads before the group is ready. Raw
 tiles are overwritten in place: kq by (kd, qd), the gate by ki. Four warps request them. Rows past the segment's end are overwritten
 by neutral values first, before any exponential."""
 
@@ -29,6 +30,7 @@ from openkda.hopper.tiles import (
     block_layout,
     channel_layout,
     ex2,
+    group_count,
     last,
     outward,
     plain_shared,
@@ -44,8 +46,8 @@ from openkda.hopper.tiles import (
 def request(ring, src, work, it, row, operands: gl.constexpr, n: gl.constexpr, T: gl.constexpr):
     """Two blocks of the n-th of `operands` ("g", "k", "q", "v"), of which the ring's step `it` begins at `row`"""
     what: gl.constexpr = operands[n]
-    at = it % (2 * T.groups)
-    full = ring.full.index(at // 2)
+    at = it % (T.wide // 2 * T.groups)
+    full = ring.full.index(at // (T.wide // 2))
     desc = src.g if what == "g" else src.k if what == "k" else src.q if what == "q" else src.v
     tiles = ring.g if what == "g" else ring.v if what == "v" else ring.kq
     if what == "g":
@@ -66,16 +68,17 @@ def request(ring, src, work, it, row, operands: gl.constexpr, n: gl.constexpr, T
 def load_item(ring, src, work, before, what: gl.constexpr, T: gl.constexpr):
     """Request the raw tiles of the operands `what` of all blocks, two blocks at a time, as soon as their place is free.
     `before` groups have been in the ring."""
-    halves: gl.constexpr = 2 * T.groups
-    row = work.start - before * 64
-    for it in range(2 * before, 2 * before + (work.steps + 1) // 2 * 2):
+    per: gl.constexpr = T.wide // 2  # steps of a group
+    halves: gl.constexpr = per * T.groups
+    row = work.start - before * 16 * T.wide
+    for it in range(per * before, per * before + group_count(work.steps, T) * per):
         at = it % halves
         mbarrier.wait(ring.empty.index(at), ((it // halves) & 1) ^ 1)
-        if it < 2 * before + work.steps:
+        if it < per * before + work.steps:
             for n in gl.static_range(len(what)):
                 request(ring, src, work, it, row + it * 32, what, n, T)
         else:
-            mbarrier.arrive(ring.full.index(at // 2), count=len(what))
+            mbarrier.arrive(ring.full.index(at // per), count=len(what))
 
 
 @gluon.jit
@@ -89,7 +92,7 @@ def load_role(ring, src, deal, queue, first, what: gl.constexpr, T: gl.constexpr
         item = gl.program_id(0)
         while item < deal.items:
             load_item(ring, src, work, before, what, T)
-            before += (work.steps + 1) // 2
+            before += group_count(work.steps, T)
             item = next_item(deal, queue, item, turn, True)
             turn += 1
             if item < deal.items:
@@ -106,18 +109,19 @@ def unhoisted(x):
 
 @gluon.jit
 def clear_rows(tiles, at, valid, neutral, height: gl.constexpr, columns: gl.constexpr, T: gl.constexpr):
-    """Overwrite the rows from `valid` on of a group's four tiles [height, columns] of ring buffer `tiles`; in tiles of 32 rows, both
-    halves. A loop over pieces of 8 rows by 128 bytes, four at a time: it runs once per segment, and code is dear."""
+    """Overwrite the rows from `valid` on of a group's tiles [height, columns] of ring buffer `tiles`; in tiles of 32 rows, both halves.
+    A loop over pieces of 8 rows by 128 bytes, one a warp at a time: it runs once per segment, and code is dear."""
     width: gl.constexpr = 1024 // tiles.dtype.primitive_bitwidth
-    steps: gl.constexpr = height * columns // (8 * width)  # of four pieces
-    L: gl.constexpr = gl.BlockedLayout([1, 1, 128 // tiles.dtype.primitive_bitwidth], [1, 4, 8], [4, 1, 1], [2, 1, 0])
+    W: gl.constexpr = gl.num_warps()
+    steps: gl.constexpr = height * columns // (8 * width)  # of a piece a warp
+    L: gl.constexpr = gl.BlockedLayout([1, 1, 128 // tiles.dtype.primitive_bitwidth], [1, 4, 8], [W, 1, 1], [2, 1, 0])
     bits: gl.constexpr = tiles.dtype.primitive_bitwidth
-    pieces = tiles._reinterpret(tiles.dtype, [T.groups * steps, 4, 8, width], stack_layout(8, width, bits))
-    piece = gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(2, L)))[:, None, None]
+    pieces = tiles._reinterpret(tiles.dtype, [T.groups * steps, W, 8, width], stack_layout(gl.num_warps(), 8, width, bits))
+    piece = gl.arange(0, W, layout=gl.SliceLayout(1, gl.SliceLayout(2, L)))[:, None, None]
     i = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, L)))[None, :, None]
     place = unhoisted(piece * 8 + i)
     for s in range(gl.minimum(valid, 0) + steps):  # valid > 0; a bound known to the compiler would be unrolled
-        n = 4 * s + place // 8
+        n = W * s + place // 8
         row = n // steps * 16 + n % 2 * 8 + place % 8
         tile = pieces.index(at * steps + s)
         tile.store(gl.where(row < valid, tile.load(L), neutral).to(tile.dtype))
@@ -125,11 +129,11 @@ def clear_rows(tiles, at, valid, neutral, height: gl.constexpr, columns: gl.cons
 
 @gluon.jit
 def load_beta(src, work, group):
-    """(raw beta, in range) of the rows of a group as [4, 16]"""
-    mma: gl.constexpr = block_layout()
-    b = gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(2, mma)))[:, None]
+    """(raw beta, in range) of the rows of a group as [warps, 16]"""
+    mma: gl.constexpr = block_layout(gl.num_warps())
+    b = gl.arange(0, gl.num_warps(), layout=gl.SliceLayout(1, gl.SliceLayout(2, mma)))[:, None]
     i = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, mma)))[None, :]
-    first = work.start + group * 64
+    first = work.start + group * (16 * gl.num_warps())
     base = src.beta_ptr + first.to(gl.int64) * src.HV + work.head
     live = b * 16 + i < work.end - first
     return gl.load(base + (b * 16 + i) * src.HV, mask=live, other=0.0), live
@@ -147,8 +151,8 @@ def activate_beta(x, live, T: gl.constexpr):
 
 @gluon.jit
 def query_norms(kq, T: gl.constexpr):
-    """rsqrt(|q|^2 + 1e-6) of the raw rows of kq [4, 32, K] as [4, 16]: the diagonal of their Gram matrix"""
-    gram = gl.zeros([4, 16, 16], gl.float32, block_layout())
+    """rsqrt(|q|^2 + 1e-6) of the raw rows of kq [warps, 32, K] as [warps, 16]: the diagonal of their Gram matrix"""
+    gram = gl.zeros([gl.num_warps(), 16, 16], gl.float32, block_layout(gl.num_warps()))
     for c in gl.static_range(T.K // 32):
         x, xt = both_operands(kq, 16, c)
         gram = mma_v2(x, xt, gram)
@@ -159,7 +163,7 @@ def query_norms(kq, T: gl.constexpr):
 def product_tiles(ring, at, consts, T: gl.constexpr):
     """kq = (kd, qd), ki over the gate, decay = exp(G_C) of group `at`, WIDTH channels at a time: a loop, for code is dear"""
     K: gl.constexpr = T.K
-    L: gl.constexpr = channel_layout(WIDTH, 16)
+    L: gl.constexpr = channel_layout(WIDTH, 16, gl.num_warps())
     c0, c1 = consts
     for c in range(K // WIDTH):
         kq, g, ki, decay = slice_views(ring, at, c, T)
@@ -173,7 +177,7 @@ def product_tiles(ring, at, consts, T: gl.constexpr):
         if T.outputs:
             kd, qd, columns = outward(k, q, G)
             both = gl.join(kd, qd).permute((0, 3, 1, 2))
-            kq.reshape([4, 2, 16, K]).slice(0, WIDTH, dim=3).store(both)  # one store: two would have a barrier between them
+            kq.reshape([gl.num_warps(), 2, 16, K]).slice(0, WIDTH, dim=3).store(both)  # one store: two would have a barrier between them
         else:
             kq.slice(0, 16, dim=1).slice(0, WIDTH, dim=2).store(scaled_exp2(k, G))
             columns = scaled_exp2(k, -G)
@@ -187,18 +191,18 @@ def prepare_group(ring, src, work, group, at, beta, consts, T: gl.constexpr):
     groups: gl.constexpr = T.groups
     dtype: gl.constexpr = src.k.dtype
     bits: gl.constexpr = src.g.dtype.primitive_bitwidth
-    kq = ring.kq._reinterpret(dtype, [groups, 4, 32, K], stack_layout(32, K, 16)).index(at)
-    ki = ring.ki._reinterpret(dtype, [groups, 4, bits, K], stack_layout(bits, K, 16)).index(at)
-    tz = ring.tz._reinterpret(dtype, [groups, 4, 32, 16], stack_layout(32, 16, 16, 32)).index(at)
-    read = ring.read._reinterpret(gl.float32, [groups, 4, 16], plain_shared(2)).index(at)
-    write = ring.write._reinterpret(gl.float32, [groups, 4, 16], plain_shared(2)).index(at)
-    valid = work.end - work.start - group * 64
-    if (valid < 64) & (valid % 16 != 0):  # blocks past the end are not read
+    kq = ring.kq._reinterpret(dtype, [groups, T.wide, 32, K], stack_layout(gl.num_warps(), 32, K, 16)).index(at)
+    ki = ring.ki._reinterpret(dtype, [groups, T.wide, bits, K], stack_layout(gl.num_warps(), bits, K, 16)).index(at)
+    tz = ring.tz._reinterpret(dtype, [groups, T.wide, 32, 16], stack_layout(gl.num_warps(), 32, 16, 16, 32)).index(at)
+    read = ring.read._reinterpret(gl.float32, [groups, T.wide, 16], plain_shared(2)).index(at)
+    write = ring.write._reinterpret(gl.float32, [groups, T.wide, 16], plain_shared(2)).index(at)
+    valid = work.end - work.start - group * (16 * T.wide)
+    if (valid < 16 * T.wide) & (valid % 16 != 0):  # blocks past the end are not read
         clear_rows(ring.kq, at, valid, 0.0, 32, K, T)
         clear_rows(ring.g, at, valid, neutral_gate(T), 16, K, T)
         clear_rows(ring.v, at, valid, 0.0, 16, T.R, T)
     down: gl.constexpr = 2.0 ** -anchor(T)
-    rk = gl.full([4, 16], 1.0, gl.float32, gl.SliceLayout(2, block_layout()))
+    rk = gl.full([gl.num_warps(), 16], 1.0, gl.float32, gl.SliceLayout(2, block_layout(gl.num_warps())))
     if T.outputs:
         rq = query_norms(kq, T) if T.l2norm else rk
         write.store(rq * (src.scale * down))
@@ -226,7 +230,7 @@ def prep_item(ring, src, work, before, first, T: gl.constexpr):
     preps: gl.constexpr = T.preps
     consts = half_constants(src, work, T) if T.form == "halves" else decay_constants(src, work, T)
     raw, live = load_beta(src, work, first + work.steps * 0)
-    for turn in range(((work.steps + 1) // 2 + preps - 1 - first) // preps):
+    for turn in range((group_count(work.steps, T) + preps - 1 - first) // preps):
         group = turn * preps + first
         at = (before + group) % groups
         phase = ((before + group) // groups) & 1
@@ -248,12 +252,12 @@ def prep_role(ring, src, deal, queue, verdict, first, part: gl.constexpr, T: gl.
         item = gl.program_id(0)
         while item < deal.items:
             prep_item(ring, src, work, before, (part + (preps - 1) * before) % preps, T)
-            before += (work.steps + 1) // 2
+            before += group_count(work.steps, T)
             item = next_item(deal, queue, item, turn, False)
             turn += 1
             if item < deal.items:
                 work = locate(deal, read_row(deal, item), False, T)
-    else:
+    elif part < T.groups:
         prep_item(ring, src, work, 0, part, T)
     if T.split == "tails" and work.steps > 0:
         try_tail(ring, verdict, work, part, T)

@@ -17,7 +17,7 @@ from openkda.hopper.compat import fence_async_shared, gl, gluon, mbarrier, tma, 
 from openkda.hopper.entries import store_entry
 from openkda.hopper.own import read_verdict
 from openkda.hopper.segments import DROP_BITS, locate, next_item, read_row
-from openkda.hopper.tiles import group_layout, to_f32
+from openkda.hopper.tiles import group_count, group_layout, to_f32
 
 
 class States(NamedTuple):
@@ -211,19 +211,21 @@ def advance_two(S0, S1, ring, b, T: gl.constexpr):
 @gluon.jit
 def drain(ring, stop, end, T: gl.constexpr):
     """Free the steps from `stop` to `end`: what is in flight must land before the block ends, or the ring goes on"""
-    halves: gl.constexpr = 2 * T.groups
+    per: gl.constexpr = T.wide // 2  # steps of a group
+    halves: gl.constexpr = per * T.groups
     for it in range(stop, end):
         at = it % halves
-        mbarrier.wait(ring.ready.index(at // 2), (it // halves) & 1)
+        mbarrier.wait(ring.ready.index(at // per), (it // halves) & 1)
         mbarrier.arrive(ring.empty.index(at), count=1)
 
 
 @gluon.jit
 def end_item(ring, stop, before, work, T: gl.constexpr):
     """Free what of the item's groups the scan has not freed, from block `stop` on"""
+    per: gl.constexpr = T.wide // 2  # steps of a group
     if T.split == "turns":
         gl.thread_barrier()  # every warp has read the last block: one thread's arrival stands for all
-        drain(ring, stop // 2, 2 * before + (work.steps + 1) // 2 * 2, T)
+        drain(ring, stop // 2, per * before + group_count(work.steps, T) * per, T)
 
 
 @gluon.jit
@@ -233,16 +235,16 @@ def scan_rows(ring, before, out, states, work, segment, HV, NS, T: gl.constexpr)
     R: gl.constexpr = T.R
     L: gl.constexpr = group_layout(K, gl.num_warps())
     L16: gl.constexpr = group_layout(16, gl.num_warps())
-    blocks: gl.constexpr = 4 * T.groups
-    first = 4 * before
-    stop = 4 * before + (work.end - work.start + 15) // 16 * (work.steps > 0).to(gl.int32)
-    row = work.start - 64 * before
+    blocks: gl.constexpr = T.wide * T.groups
+    first = T.wide * before
+    stop = T.wide * before + (work.end - work.start + 15) // 16 * (work.steps > 0).to(gl.int32)
+    row = work.start - 16 * T.wide * before
     S = first_state(states, segment, work, HV, 0, R, T)
     o = gl.zeros([R, 16], out.tile.dtype, L16)
     for n in range(first, stop):
         b = n % blocks
-        if n % 4 == 0:
-            mbarrier.wait(ring.ready.index(b // 4), (n // blocks) & 1)
+        if n % T.wide == 0:
+            mbarrier.wait(ring.ready.index(b // T.wide), (n // blocks) & 1)
         XO = start_read(ring, b, S)
         store_entry(states, S, row + 16 * n, work, HV, 0, T)
         v = load_values(ring, b, 0, R)
@@ -276,28 +278,28 @@ def scan_two_rows(ring, before, out, states, known_ptr, verdict, work, segment, 
     K: gl.constexpr = T.K
     L: gl.constexpr = group_layout(K, gl.num_warps())
     L16: gl.constexpr = group_layout(16, gl.num_warps())
-    blocks: gl.constexpr = 4 * T.groups
-    first = 4 * before + work.tail
-    stop = 4 * before + (work.end - work.start + 15) // 16 * (work.steps > 0).to(gl.int32)
-    row = work.start - 64 * before
+    blocks: gl.constexpr = T.wide * T.groups
+    first = T.wide * before + work.tail
+    stop = T.wide * before + (work.end - work.start + 15) // 16 * (work.steps > 0).to(gl.int32)
+    row = work.start - 16 * T.wide * before
     S0 = first_state(states, segment, work, HV, 0, 64, T)
     S1 = first_state(states, segment, work, HV, 64, 64, T)
     if T.split == "tails":
         for n in range(first):
-            if n % 4 == 0:
-                mbarrier.wait(ring.ready.index(n // 4), 0)
+            if n % T.wide == 0:
+                mbarrier.wait(ring.ready.index(n // T.wide), 0)
                 gl.thread_barrier()  # each thread has waited; without it racecheck reports the decay, read here first
             S0, S1 = advance_two(S0, S1, ring, n, T)
         if work.steps > 0:
-            known = read_verdict(verdict)
+            known = read_verdict(verdict, T)
             gl.store(known_ptr + work.head * NS + segment, known)
             stop = gl.where(known != 0, stop, first)
     o0 = gl.zeros([64, 16], out.tile.dtype, L16)
     o1 = o0
     for n in range(first, stop):
         b = n % blocks
-        if n % 4 == 0:
-            mbarrier.wait(ring.ready.index(b // 4), (n // blocks) & 1)
+        if n % T.wide == 0:
+            mbarrier.wait(ring.ready.index(b // T.wide), (n // blocks) & 1)
         XO0 = start_read(ring, b, S0)
         store_entry(states, S0, row + 16 * n, work, HV, 0, T)
         v = load_values(ring, b, 0, 64)
@@ -356,7 +358,7 @@ def forward_scan(ring, out, states, sink, deal, queue, verdict, work, segment, H
         item = gl.program_id(0)
         while item < deal.items:
             forward_item(ring, before, out, states, sink, verdict, work, segment, HV, NS, T)
-            before += (work.steps + 1) // 2
+            before += group_count(work.steps, T)
             item = next_item(deal, queue, item, turn, False)
             turn += 1
             if item < deal.items:
@@ -394,7 +396,7 @@ def summary_scan(ring, states, sink, work, segment, HV, NS, T: gl.constexpr):
     """State only, as two interleaved chains: b (rows of V, from 0 or initial_state) and M (K rows, from the identity, without values):
     these steps turn an entry state E into E M + b. Writes (b, M), or for a tail the next segment's entry state b and if it is known."""
     K: gl.constexpr = T.K
-    blocks: gl.constexpr = 4 * T.groups
+    blocks: gl.constexpr = T.wide * T.groups
     L: gl.constexpr = group_layout(K, gl.num_warps())
     L16: gl.constexpr = group_layout(16, gl.num_warps())
     DS: gl.constexpr = gl.DotOperandLayout(0, L, 2)
@@ -407,8 +409,8 @@ def summary_scan(ring, states, sink, work, segment, HV, NS, T: gl.constexpr):
     zero = gl.zeros([K, 16], gl.float32, L16)
     for n in range((work.end - work.start + 15) // 16 * (work.steps > 0).to(gl.int32)):
         b = n % blocks
-        mbarrier.wait(ring.ready.index(b // 4), (n // blocks) & 1)
-        if n % 4 == 0:
+        mbarrier.wait(ring.ready.index(b // T.wide), (n // blocks) & 1)
+        if n % T.wide == 0:
             gl.thread_barrier()  # each thread has waited; without it racecheck reports the decay, read here first
         kd = ring.kq.index(b).slice(0, 16, dim=0).permute((1, 0))
         ki = ki_tile(ring, b)

@@ -124,15 +124,15 @@ def last(a, b):
 
 
 @gluon.constexpr_function
-def channel_layout(K, rows):
-    """[4, rows, K]: a warp holds a block, a thread `rows` tokens of K/32 channels, so sums over tokens need no exchange"""
-    return gl.BlockedLayout([1, rows, K // 32], [1, 1, 32], [4, 1, 1], [2, 1, 0])
+def channel_layout(K, rows, warps):
+    """[warps, rows, K]: a warp holds a block, a thread `rows` tokens of K/32 channels, so sums over tokens need no exchange"""
+    return gl.BlockedLayout([1, rows, K // 32], [1, 1, 32], [warps, 1, 1], [2, 1, 0])
 
 
 @gluon.constexpr_function
-def block_layout():
-    """[4, 16, 16] accumulators, one block per warp"""
-    return gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[4, 1, 1], instr_shape=[1, 16, 8])
+def block_layout(warps):
+    """[warps, 16, 16] accumulators, one block per warp"""
+    return gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[warps, 1, 1], instr_shape=[1, 16, 8])
 
 
 @gluon.constexpr_function
@@ -173,9 +173,10 @@ def row_layout(rows, columns, bits, swizzle=128):
 
 
 @gluon.constexpr_function
-def stack_layout(rows, columns, bits, swizzle=128):
-    """[4, rows, columns]: four tiles of `tile_layout` one after another"""
-    return gl.SharedLinearLayout([*([0, *x] for x in row_bases(rows, columns, bits, swizzle)), [1, 0, 0], [2, 0, 0]], [], 1024)
+def stack_layout(count, rows, columns, bits, swizzle=128):
+    """[count, rows, columns]: tiles of `tile_layout` one after another"""
+    bases = [[0, *x] for x in row_bases(rows, columns, bits, swizzle)]
+    return gl.SharedLinearLayout([*bases, *([1 << i, 0, 0] for i in range(count.bit_length() - 1))], [], 1024)
 
 
 @gluon.constexpr_function
@@ -217,19 +218,26 @@ class Work(NamedTuple):
 
 
 class Ring(NamedTuple):
-    """Shared memory: `groups` groups of 4 blocks of 16 tokens in flight, block by block, and their barriers"""
+    """Shared memory: `groups` groups of `wide` blocks of 16 tokens in flight, block by block, and their barriers"""
 
-    kq: object  # [4 groups, 32, K] raw (k, q), then decayed (kd, qd)
-    g: object  # [4 groups, 16, K] raw gate
-    ki: object  # [4 groups, 16, K], or the first of twice as many rows: k / exp(G) or kg, in the bytes of g
-    v: object  # [4 groups, 16, R]
-    tz: object  # [4 groups, 32, 16] (T0, Z T0)
-    decay: object  # [4 groups, 1, K] fp32 exp(G_C)
-    read: object  # [4 groups, 1, 16] fp32 -r_k
-    write: object  # [4 groups, 1, 16] fp32 scale r_q
+    kq: object  # [blocks, 32, K] raw (k, q), then decayed (kd, qd)
+    g: object  # [blocks, 16, K] raw gate
+    ki: object  # [blocks, 16, K], or the first of twice as many rows: k / exp(G) or kg, in the bytes of g
+    v: object  # [blocks, 16, R]
+    tz: object  # [blocks, 32, 16] (T0, Z T0)
+    decay: object  # [blocks, 1, K] fp32 exp(G_C)
+    read: object  # [blocks, 1, 16] fp32 -r_k
+    write: object  # [blocks, 1, 16] fp32 scale r_q
     full: object  # [groups] barriers: the raw tiles have landed, requested by operand and two blocks at a time
     ready: object  # [groups] the group is prepared
-    empty: object  # [2 groups] the scan is done with two blocks
+    empty: object  # [blocks / 2] the scan is done with two blocks
+
+
+@gluon.jit
+def group_count(steps, T: gl.constexpr):
+    """Groups that so many steps fill"""
+    per: gl.constexpr = T.wide // 2  # steps of a group
+    return (steps + per - 1) // per
 
 
 @gluon.jit
@@ -237,7 +245,7 @@ def make_ring(src, T: gl.constexpr):
     K: gl.constexpr = T.K
     R: gl.constexpr = T.R
     groups: gl.constexpr = T.groups
-    blocks: gl.constexpr = 4 * T.groups
+    blocks: gl.constexpr = T.wide * T.groups
     dtype: gl.constexpr = src.k.dtype
     g_dtype: gl.constexpr = src.g.dtype
     g_bits: gl.constexpr = src.g.dtype.primitive_bitwidth
@@ -251,11 +259,11 @@ def make_ring(src, T: gl.constexpr):
     write = gl.allocate_shared_memory(gl.float32, [blocks, 1, 16], plain_shared(2))
     full = gl.allocate_shared_memory(gl.int64, [groups, 1], mbarrier.MBarrierLayout())
     ready = gl.allocate_shared_memory(gl.int64, [groups, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [2 * groups, 1], mbarrier.MBarrierLayout())
-    for s in gl.static_range(2 * groups):
+    empty = gl.allocate_shared_memory(gl.int64, [blocks // 2, 1], mbarrier.MBarrierLayout())
+    for s in gl.static_range(blocks // 2):
         mbarrier.init(empty.index(s), count=1)
     for s in gl.static_range(groups):
-        mbarrier.init(full.index(s), count=8 if T.outputs else 6)
+        mbarrier.init(full.index(s), count=T.wide // 2 * (4 if T.outputs else 3))
         mbarrier.init(ready.index(s), count=1)
     return Ring(kq, g, ki, v, tz, decay, read, write, full, ready, empty)
 
@@ -264,8 +272,8 @@ def make_ring(src, T: gl.constexpr):
 def slice_view(tiles, at, c, rows: gl.constexpr, dtype: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr, T: gl.constexpr):
     """Group `at` of ring buffer `tiles` as `shape`, begun c slices late: its first WIDTH channels are those of slice c"""
     slices: gl.constexpr = T.K // WIDTH
-    parts = tiles._reinterpret(dtype, [T.groups * 4 * slices, rows * WIDTH], plain_shared(1))
-    return parts.index(4 * slices * at + c)._reinterpret(dtype, shape, layout)
+    parts = tiles._reinterpret(dtype, [T.groups * T.wide * slices, rows * WIDTH], plain_shared(1))
+    return parts.index(T.wide * slices * at + c)._reinterpret(dtype, shape, layout)
 
 
 @gluon.jit
@@ -274,8 +282,8 @@ def slice_views(ring, at, c, T: gl.constexpr):
     K: gl.constexpr = T.K
     dtype: gl.constexpr = ring.kq.dtype
     bits: gl.constexpr = ring.g.dtype.primitive_bitwidth
-    kq = slice_view(ring.kq, at, c, 32, dtype, [4, 32, K], stack_layout(32, K, 16), T)
-    g = slice_view(ring.g, at, c, 16, ring.g.dtype, [4, 16, K], stack_layout(16, K, bits), T)
-    ki = slice_view(ring.ki, at, c, bits, dtype, [4, bits, K], stack_layout(bits, K, 16), T)
-    decay = slice_view(ring.decay, at, c, 1, gl.float32, [4, K], plain_shared(2), T)
+    kq = slice_view(ring.kq, at, c, 32, dtype, [gl.num_warps(), 32, K], stack_layout(gl.num_warps(), 32, K, 16), T)
+    g = slice_view(ring.g, at, c, 16, ring.g.dtype, [gl.num_warps(), 16, K], stack_layout(gl.num_warps(), 16, K, bits), T)
+    ki = slice_view(ring.ki, at, c, bits, dtype, [gl.num_warps(), bits, K], stack_layout(gl.num_warps(), bits, K, 16), T)
+    decay = slice_view(ring.decay, at, c, 1, gl.float32, [gl.num_warps(), K], plain_shared(2), T)
     return kq, g, ki, decay
