@@ -18,10 +18,11 @@ Gates without a bound (`any`) keep the state's part of a written key apart, in d
 
 Rows from `cut` on (backward_prepare.py) leave their pairs to backward_fused_levels.py. In x and y, G is held at -2 shift, 2^G being zero.
 
-In Gluon. Grid (chunk times head,), heads first; 8 warps and 112 KB of shared memory (K = V = 128, bf16 gate), so that two blocks share a
+In Gluon. Grid (chunk times head,), heads first; 8 warps and 113 KB of shared memory (K = V = 128, bf16 gate), so that two blocks share a
 multiprocessor and one computes while the other waits. Tiles come and go by the copy engine; qx and kx take the place of q and k, dZ and dA
-that of r, and results leave from where their inputs lay. Tiles stand transposed, channels by tokens, 16 channels a warp: an accumulator is
-the next product's left operand, and sums over tokens stay inside four threads. fp32 accumulators [K, 32]: do S^T, dv S^T, r dS'^T."""
+that of r, and results leave from where nothing is read any more. Tiles stand transposed, channels by tokens, 16 channels a warp: an
+accumulator is the next product's left operand, and sums over tokens stay inside four threads. fp32 accumulators [K, 32]: do S^T, dv S^T,
+r dS'^T. With them the registers are full: what is small and needed again late, norms and dt_bias, waits in shared memory."""
 
 from __future__ import annotations
 
@@ -32,37 +33,39 @@ import torch
 from openkda.hopper.backward_prepare import SPAN, C, half_span
 from openkda.hopper.backward_tiles import (
     DEAD,
+    add_up,
+    both_sums,
     bounds,
-    channel_sums,
     clear_rows,
+    divider,
     form,
+    gate_chain,
     gate_constants,
     hold,
     inverse,
     load_beta,
+    load_gate,
     of_chunks,
     of_tokens,
+    quotient,
     state_products,
-    store_tile,
+    store_tiles,
     sums_before,
     sums_from_first,
     sums_from_last,
     to_bf16,
     token_decay,
-    total_sums,
     widen,
 )
 from openkda.hopper.compat import fence_async_shared, gl, gluon, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from openkda.hopper.launch import dense, packed_rows
 from openkda.hopper.runtime import Launch, Pointer, start
-from openkda.hopper.tiles import LOG2E, ex2, group_layout, plain_shared, rcp, softplus2, tile_layout
+from openkda.hopper.tiles import ex2, group_layout, plain_shared, tile_layout
 from openkda.plan import Plan
-from openkda.portable.backward_inputs import CUT
 from openkda.portable.tile import as_rows
 from openkda.problem import Inputs, Problem
 
 WARPS = 8
-CUT_BITS = gl.constexpr(CUT.value * 1.4426950408889634)
 
 
 class Sources(NamedTuple):
@@ -81,18 +84,25 @@ class Sources(NamedTuple):
 class Buffers(NamedTuple):
     """Shared memory"""
 
-    q: object  # [32, K], then dq
-    k: object  # then dk
-    g: object  # then dg, in the gate's dtype
+    q: object  # [32, K], then qx
+    k: object  # then kx
+    g: object  # in the gate's dtype
     dd: object  # [64, V] do, dv
     h: object  # [V, K]
     dh: object
     r: object  # [V, 32]
     pairs: object  # [64, 32] dZ, dA over size, in the bytes of r
-    sums: object  # [2, warps, 32] fp32, likewise: each warp's sums over its channels
+    sums: object  # [warps, 32, 2] fp32, likewise: each warp's sums over its channels
+    totals: object  # [2, 32] fp32, likewise: over all channels
+    along: object  # its rows
     kept: object  # [2, K, 32] fp32, in the bytes of dh where they suffice: of `any`
-    inputs: object  # barriers: q, k, g, r have landed
-    states: object  # h, dh, do, dv have landed
+    dq: object  # [32, K], in the bytes of h
+    dk: object  # of do, dv
+    dg: object  # of dh, or of g where dh's are taken
+    norms: object  # [2, 32] fp32
+    bias: object  # [K] fp32
+    peaks: object  # two of [4, warps / 4] fp32: each warp's largest element
+    landed: object  # barriers, one a copy: two on one barrier would wait for each other
 
 
 @gluon.constexpr_function
@@ -101,74 +111,61 @@ def pair_layout(warps):
     return gl.NVMMADistributedLayout([3, 0], [4, warps // 4], [16, 32 // (warps // 4), 16])
 
 
+@gluon.constexpr_function
+def whole_layout(warps):
+    """[4, warps / 4], all of it in every thread"""
+    return gl.BlockedLayout([4, warps // 4], [1, 32], [warps, 1], [1, 0])
+
+
 @gluon.jit
-def request_inputs(src, buf, entry, first, HV, group, F: gl.constexpr):
+def request(src, buf, entry, first, head, group, F: gl.constexpr):
+    """Bring all tiles, what is needed first first"""
     K: gl.constexpr = F.K
     V: gl.constexpr = F.V
-    head = entry % HV
-    mbarrier.expect(buf.inputs, src.q.block_type.nbytes + src.k.block_type.nbytes + src.g.block_type.nbytes + src.r.block_type.nbytes)
-    tma.async_copy_global_to_shared(src.g, [first, head * K], buf.inputs, buf.g)
-    tma.async_copy_global_to_shared(src.k, [first, head // group * K], buf.inputs, buf.k)
-    tma.async_copy_global_to_shared(src.q, [first, head // group * K], buf.inputs, buf.q)
-    tma.async_copy_global_to_shared(src.r, [entry * V, 0], buf.inputs, buf.r)
+    shared = quotient(head, group) * K
+    maps = src.g, src.k, src.q, src.r, src.h, src.dh, src.do, src.dv
+    tiles = buf.g, buf.k, buf.q, buf.r, buf.h, buf.dh, buf.dd.slice(0, 32, dim=0), buf.dd.slice(32, 32, dim=0)
+    rows = first, first, first, entry * V, entry * V, entry * V, first, first
+    columns = head * K, shared, shared, 0, 0, 0, head * V, head * V
+    for n in gl.static_range(8):
+        mbarrier.expect(buf.landed[n], maps[n].block_type.nbytes)
+    for n in gl.static_range(8):
+        tma.async_copy_global_to_shared(maps[n], [rows[n], columns[n]], buf.landed[n], tiles[n])
 
 
 @gluon.jit
-def request_states(src, buf, entry, first, HV, F: gl.constexpr):
-    V: gl.constexpr = F.V
-    head = entry % HV
-    mbarrier.expect(buf.states, src.do.block_type.nbytes + src.dv.block_type.nbytes + src.h.block_type.nbytes + src.dh.block_type.nbytes)
-    tma.async_copy_global_to_shared(src.h, [entry * V, 0], buf.states, buf.h)
-    tma.async_copy_global_to_shared(src.do, [first, head * V], buf.states, buf.dd.slice(0, 32, dim=0))
-    tma.async_copy_global_to_shared(src.dv, [first, head * V], buf.states, buf.dd.slice(32, 32, dim=0))
-    tma.async_copy_global_to_shared(src.dh, [entry * V, 0], buf.states, buf.dh)
+def score_gradients(DN, least, buf, beta, floor, dbeta_ptr, norms_ptr, late, cut, length, HV, scale, F: gl.constexpr):
+    """Write dZ, dA over size to buf.pairs, dbeta to memory. Returns (size, 1 / size). A chunk that is cut leaves its pairs and size in
+    `late`, for backward_fused_levels.py, and keeps those of the rows before.
 
-
-@gluon.jit
-def gate_chain(dg, gate, slope, offset, rate, lower_bound, bias, L: gl.constexpr, F: gl.constexpr):
-    """From dg [K, 32]: the gate's gradient, its sums over the tokens [K], and those of A_log's terms"""
-    x = widen(gate.permute((1, 0)).load(L))
-    if F.gate == "softplus":
-        x = x * slope + offset[:, None]
-        bits = softplus2(x) * -rate
-        dg = gl.where(bits < CUT_BITS, 0.0, dg)
-        to_A_log = gl.sum(dg * bits, 1) * (1.0 / LOG2E)
-        dg *= rcp(1.0 + ex2(-x)) * -rate
-        return dg, gl.sum(dg, 1), to_A_log
-    else:
-        if F.gate == "bounded":
-            e = ex2(x * slope + offset[:, None])
-            s = rcp(1.0 + e)
-            dg *= gl.minimum(e, 2.0**126) * s * s * (lower_bound * rate)
-        elif F.any:
-            dg = gl.where(x < CUT, 0.0, dg)
-        total = gl.sum(dg, 1)
-        return dg, total, gl.sum(dg * x, 1) + bias * total
-
-
-@gluon.jit
-def score_gradients(DN, least, buf, beta_ptr, beta_row, dbeta_ptr, norms_ptr, late, cut, length, HV, scale, F: gl.constexpr):
-    """Write dZ, dA over size to buf.pairs, dbeta to memory; DN [64, 32] = (do, dv) r^T. Returns (size, 1 / size), size at least `least`.
-    A chunk that is cut leaves its pairs and size in `late`, for backward_fused_levels.py, and keeps those of the rows before."""
+    DN [64, 32] = (do, dv) r^T; least [K, 32]: size is at least 2^-10 of its largest element, not so for gates without a bound; beta,
+    floor as load_beta."""
     L: gl.constexpr = DN.type.layout
     row = gl.arange(0, 64, layout=gl.SliceLayout(1, L))
     column = gl.arange(0, 32, layout=gl.SliceLayout(0, L))[None, :]
     lower = row >= 32
     token = row % 32
-    N_rr = gl.sum(gl.where(column == token[:, None], DN, 0.0), 1)
-    mine = lower & (token < length)
-    beta, floor = load_beta(beta_ptr + token * beta_row, mine, F)
-    dbeta = N_rr / (floor * floor)
+    per_N_rr = 1.0 / (floor * floor)
     if F.beta_sigmoid:
-        dbeta *= beta * (1.0 - (0.5 * beta if F.neg_eigval else beta))
-    gl.store(dbeta_ptr + token * HV, dbeta.to(dbeta_ptr.dtype.element_ty), mask=mine)
+        per_N_rr *= beta * (1.0 - (0.5 * beta if F.neg_eigval else beta))
+    mine = (lower & (token < length))[:, None] & (column == token[:, None])
+    gl.store(dbeta_ptr + token[:, None] * HV + column * 0, (DN * per_N_rr[:, None]).to(dbeta_ptr.dtype.element_ty), mask=mine)
     factor = gl.where(lower, -1.0, scale)
     if not F.l2norm:
         factor = gl.where(token < length, factor / gl.load(norms_ptr + row), 0.0)
         key = gl.arange(0, 32, layout=gl.SliceLayout(0, L))
         DN = DN * gl.where(key < length, 1.0 / gl.load(norms_ptr + 32 + key), 0.0)[None, :]
     DN = gl.where(column < (token + 1 - lower.to(gl.int32))[:, None], DN * factor[:, None], 0.0)
-    bits = gl.maximum(gl.maximum(gl.max(gl.max(gl.abs(DN), 1), 0), least), 2.0**-60).to(gl.int32, bitcast=True) & 0x7F800000
+    W: gl.constexpr = gl.num_warps()
+    peaks = gl.max(gl.max(gl.abs(DN).reshape([64, W // 4, 128 // W]), 2).reshape([4, 16, W // 4]), 1)
+    buf.peaks[0].store(peaks)
+    if not F.any:
+        buf.peaks[1].store(gl.max(gl.max(gl.abs(least), 1).reshape([4, W // 4, 16]), 2))
+    gl.thread_barrier()  # and other tiles may come into r's place
+    peaks = buf.peaks[0].load(whole_layout(W))
+    if not F.any:
+        peaks = gl.maximum(peaks, buf.peaks[1].load(whole_layout(W)) * 2.0**-10)
+    bits = gl.maximum(gl.max(gl.max(peaks, 1), 0), 2.0**-60).to(gl.int32, bitcast=True) & 0x7F800000
     per_size = (0x7F000000 - bits).to(gl.float32, bitcast=True)
     if F.any:
         if cut < 32:
@@ -198,6 +195,13 @@ def keep_state_part(written, ky, up, last, rho, cut, norms, length, slope, offse
 
 
 @gluon.jit
+def make_barrier():
+    barrier = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(barrier, count=1)
+    return barrier
+
+
+@gluon.jit
 def make_buffers(src, F: gl.constexpr):
     K: gl.constexpr = F.K
     V: gl.constexpr = F.V
@@ -210,19 +214,65 @@ def make_buffers(src, F: gl.constexpr):
     g = gl.allocate_shared_memory(src.g.dtype, [32, K], tile_layout(src.g.dtype.primitive_bitwidth))
     both = gl.allocate_shared_memory(dtype, [2, 64, 32], tile_layout(16, 64))
     r = both._reinterpret(dtype, [V, 32], tile_layout(16, 64))
-    sums = both.index(1)._reinterpret(gl.float32, [2, K // 16, 32], plain_shared(2))
     if V == 128 or not F.any:
         kept = dh._reinterpret(gl.float32, [V // 64, K, 32], tile_layout(32))
     else:
         kept = gl.allocate_shared_memory(gl.float32, [2, K, 32], tile_layout(32))
-    inputs = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    states = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(inputs, count=1)
-    mbarrier.init(states, count=1)
-    return Buffers(q, k, g, dd, h, dh, r, both.index(0), sums, kept, inputs, states)
+    sums = both.index(1)._reinterpret(gl.float32, [K // 16, 32, 2], plain_shared(3))
+    totals = both.index(1)._reinterpret(gl.float32, [16, 2, 32], plain_shared(2)).index(15)  # past the sums
+    along = both.index(1)._reinterpret(gl.float32, [32, 32], plain_shared(1))
+    dq = h._reinterpret(dtype, [V // 32, 32, K], tile_layout(16)).index(0)
+    dk = dd._reinterpret(dtype, [2 * V // K, 32, K], tile_layout(16)).index(0)
+    if F.any:
+        dg = g
+    else:
+        bits: gl.constexpr = src.g.dtype.primitive_bitwidth
+        dg = dh._reinterpret(src.g.dtype, [V // 2 // bits, 32, K], tile_layout(bits)).index(0)
+    norms = gl.allocate_shared_memory(gl.float32, [2, 32], plain_shared(1))
+    bias = gl.allocate_shared_memory(gl.float32, [K], plain_shared(1))
+    W: gl.constexpr = gl.num_warps() // 4
+    peaks = gl.allocate_shared_memory(gl.float32, [4, W], plain_shared(2)), gl.allocate_shared_memory(gl.float32, [4, W], plain_shared(2))
+    landed = (
+        make_barrier(), make_barrier(), make_barrier(), make_barrier(), make_barrier(), make_barrier(), make_barrier(), make_barrier(),
+    )  # fmt: skip
+    return Buffers(
+        q, k, g, dd, h, dh, r, both.index(0), sums, totals, (along.index(30), along.index(31)), kept, dq, dk, dg, norms, bias, peaks, landed
+    )
 
 
-@gluon.jit(do_not_specialize=["HV", "group", "beta_row"], do_not_specialize_on_alignment=["beta_ptr"])
+@gluon.jit
+def divide_by_decay(buf, nq, nk, slope, offset, factor, shift, L: gl.constexpr, F: gl.constexpr):
+    """Leave qx and kx in the places of q and k; ky in bf16, x [K, 32], and log2 of the chunk's decay [K]"""
+    s = token_decay(buf.g, slope, offset, factor, L, F)
+    last = gl.sum(s, 1)
+    G = sums_from_first(s)
+    if F.any:
+        up = ex2(hold(G, -2.0 * shift) + shift)
+    else:
+        last *= factor
+        up = ex2(G * factor + shift)
+    buf.q.permute((1, 0)).store(to_bf16(widen(buf.q.permute((1, 0)).load(L)) * nq[None, :] * up))
+    k = widen(buf.k.permute((1, 0)).load(L)) * nk[None, :]
+    buf.k.permute((1, 0)).store(to_bf16(k * up))
+    return to_bf16(k * inverse(up)), up, last
+
+
+@gluon.jit
+def add_pairs(buf, sum_q, read, written, ky, L: gl.constexpr):
+    """The three sums [K, 32], (6), with their pairs"""
+    dZ = buf.pairs.slice(0, 32, dim=0)
+    dA = buf.pairs.slice(32, 32, dim=0)
+    left = gl.convert_layout(ky, gl.DotOperandLayout(0, L, 2))
+    sum_q = warpgroup_mma(left, dZ.permute((1, 0)), sum_q, is_async=True)
+    read = warpgroup_mma(left, dA.permute((1, 0)), read, is_async=True)
+    written = warpgroup_mma(buf.q.permute((1, 0)), dZ, written, is_async=True)
+    written = warpgroup_mma(buf.k.permute((1, 0)), dA, written, is_async=True)
+    return warpgroup_mma_wait(0, deps=(sum_q, read, written))
+
+
+@gluon.jit(
+    do_not_specialize=["HV", "heads", "heads_shift", "group", "group_shift", "beta_row"], do_not_specialize_on_alignment=["beta_ptr"]
+)
 def fused_gradients_kernel(
     q_desc, k_desc, g_desc, do_desc, dv_desc, h_desc, dh_desc, r_desc,  # as Sources
     dq_desc, dk_desc, dg_desc,  # [R, HV*K], boxes [32, K]
@@ -232,13 +282,12 @@ def fused_gradients_kernel(
     norms_ptr, cut_ptr,  # [NC, HV, 2, 32] fp32, [NC, HV] int32 or None: as backward_prepare.py
     pairs_ptr, size_ptr,  # [NC, HV, 2, 32, 32] bf16, [NC, HV] fp32: what chunks that are cut leave, or None
     dbeta_ptr,  # [R, HV]
-    dA_log_ptr, ddt_bias_ptr,  # [NC, HV], [NC, HV, K] fp32 partial sums, or None
+    dA_log_ptr, ddt_bias_ptr,  # [NC, HV, K / 16], [NC, HV, K] fp32 partial sums, or None
     chunks_ptr,  # [NC, 4] int32
-    beta_row, HV, group, scale, lower_bound, shift, F: gl.constexpr, num_warps: gl.constexpr,
+    beta_row, HV, heads, heads_shift, group, group_shift, scale, lower_bound, shift, F: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     K: gl.constexpr = F.K
     L: gl.constexpr = group_layout(32, num_warps)
-    A: gl.constexpr = gl.DotOperandLayout(0, L, 2)
     src = Sources(q_desc, k_desc, g_desc, do_desc, dv_desc, h_desc, dh_desc, r_desc)
     buf = make_buffers(src, F)
     channel = gl.arange(0, K, layout=gl.SliceLayout(1, L))
@@ -246,36 +295,34 @@ def fused_gradients_kernel(
     zero = gl.zeros([K, 32], gl.float32, L)
     zero_pairs = gl.zeros([64, 32], gl.float32, pair_layout(num_warps))
     entry = gl.program_id(0)
-    head = entry % HV
-    first, length = bounds(chunks_ptr, entry // HV)
+    chunk = quotient(entry, (heads, heads_shift))
+    head = entry - chunk * HV
+    first, length = bounds(chunks_ptr, chunk)
+    A_log, bias = load_gate(A_log_ptr, dt_bias_ptr, head, channel, F)
+    norms = norms_ptr + entry.to(gl.int64) * 64
     if length > 0:
-        request_inputs(src, buf, entry, first, HV, group, F)
-        request_states(src, buf, entry, first, HV, F)
-        rate, bias, slope, offset, factor = gate_constants(A_log_ptr, dt_bias_ptr, head, channel, lower_bound, F)
-        norms = norms_ptr + entry.to(gl.int64) * 64
+        request(src, buf, entry, first, head, (group, group_shift), F)
+        rate, bias, slope, offset, factor = gate_constants(A_log, bias, lower_bound, F)
         nq = gl.load(norms + token)
         nk = gl.load(norms + 32 + token)
+        row = gl.arange(0, 64, layout=gl.SliceLayout(1, pair_layout(num_warps)))
+        beta_ptr += first.to(gl.int64) * beta_row + head
+        beta, floor = load_beta(beta_ptr + row % 32 * beta_row, (row >= 32) & (row % 32 < length), F)
         at = first.to(gl.int64) * HV + head
+        buf.bias.store(bias)
+        buf.norms.index(0).store(nq)
+        buf.norms.index(1).store(nk)
 
-        mbarrier.wait(buf.inputs, 0)
+        for n in gl.static_range(3):
+            mbarrier.wait(buf.landed[n], 0)
         if length < 32:
             clear_rows(buf.q, length, 0.0)
             clear_rows(buf.k, length, 0.0)
             clear_rows(buf.g, length, 0.0 if F.gate == "none" else DEAD)
-        s = token_decay(buf.g, slope, offset, factor, L, F)
-        last = gl.sum(s, 1)
-        G = sums_from_first(s)
-        if F.any:
-            up = ex2(hold(G, -2.0 * shift) + shift)
-        else:
-            last *= factor
-            up = ex2(G * factor + shift)
-        buf.q.permute((1, 0)).store(to_bf16(widen(buf.q.permute((1, 0)).load(L)) * nq[None, :] * up))
-        k = widen(buf.k.permute((1, 0)).load(L)) * nk[None, :]
-        buf.k.permute((1, 0)).store(to_bf16(k * up))
-        ky = to_bf16(k * inverse(up))
+        ky, up, last = divide_by_decay(buf, nq, nk, slope, offset, factor, shift, L, F)
 
-        mbarrier.wait(buf.states, 0)
+        for n in gl.static_range(3, 8):
+            mbarrier.wait(buf.landed[n], 0)
         if length < 32:
             clear_rows(buf.dd, length, 0.0)
             fence_async_shared()
@@ -284,31 +331,26 @@ def fused_gradients_kernel(
         DN = warpgroup_mma(buf.dd, buf.r, zero_pairs, use_acc=False, is_async=True)
         written = warpgroup_mma(buf.dh.permute((1, 0)), buf.r, zero, use_acc=False, is_async=True)
         DN, written = warpgroup_mma_wait(0, deps=(DN, written))
-        gl.thread_barrier()  # other tiles may come into r's place, and into dh's
-        least = 0.0
         late = None
         cut = 32
         if F.any:
+            gl.thread_barrier()  # other tiles may come into dh's place
             cut = gl.load(cut_ptr + entry)
             late = pairs_ptr + entry.to(gl.int64) * 2048, size_ptr + entry
             rho = keep_state_part(written, ky, up, last, rho, cut, norms, length, slope, offset, factor, buf, F)
         else:
             if not F.l2norm:
                 written *= gl.where(token < length, 1.0 / gl.load(norms + 32 + token), 0.0)[None, :]
-            least = gl.max(gl.max(gl.abs(written), 1), 0) * 2.0**-10
-        size, per_size = score_gradients(
-            DN, least, buf, beta_ptr + first.to(gl.int64) * beta_row + head, beta_row, dbeta_ptr + at, norms, late, cut, length, HV,
-            scale, F,
-        )  # fmt: skip
-        fence_async_shared()
-        gl.thread_barrier()
-
-        # Gradients over size and the tile's factor: dq = up sum_q, dk = up read + down written.
-        # 2^G = up 2^-shift, 2^(G_C - G) = down 2^(G_C + shift).
+        size, per_size = score_gradients(DN, written, buf, beta, floor, dbeta_ptr + at, norms, late, cut, length, HV, scale, F)
         h = buf.h.permute((1, 0))
         sum_q = warpgroup_mma(h, buf.dd.slice(0, 32, dim=0).permute((1, 0)), zero, use_acc=False, is_async=True)
         read = warpgroup_mma(h, buf.dd.slice(32, 32, dim=0).permute((1, 0)), zero, use_acc=False, is_async=True)
         sum_q, read = warpgroup_mma_wait(0, deps=(sum_q, read))
+        fence_async_shared()
+        gl.thread_barrier()  # other tiles may come into the places of h, do, dv, too
+
+        # Gradients over size and the tile's factor: dq = up sum_q, dk = up read + down written.
+        # 2^G = up 2^-shift, 2^(G_C - G) = down 2^(G_C + shift).
         unit = ex2(-shift)  # per_size first: the factors' own products may leave fp32's range
         sum_q = sum_q * per_size * (unit * scale)
         read = read * per_size * -unit
@@ -323,18 +365,10 @@ def fused_gradients_kernel(
             read *= per_k
         if not F.any:
             rho = ex2(last) * rho + gl.sum(widen(ky) * written, 1) * size
-        dZ = buf.pairs.slice(0, 32, dim=0)
-        dA = buf.pairs.slice(32, 32, dim=0)
-        kyA = gl.convert_layout(ky, A)
-        sum_q = warpgroup_mma(kyA, dZ.permute((1, 0)), sum_q, is_async=True)
-        read = warpgroup_mma(kyA, dA.permute((1, 0)), read, is_async=True)
-        written = warpgroup_mma(buf.q.permute((1, 0)), dZ, written, is_async=True)
-        written = warpgroup_mma(buf.k.permute((1, 0)), dA, written, is_async=True)
-        sum_q, read, written = warpgroup_mma_wait(0, deps=(sum_q, read, written))
+        sum_q, read, written = add_pairs(buf, sum_q, read, written, ky, L)
 
         dG = widen(buf.q.permute((1, 0)).load(L)) * sum_q
-        if F.l2norm:
-            channel_sums(buf, dG, 0)
+        along_q = dG
         sum_q *= up
         by_reading = widen(buf.k.permute((1, 0)).load(L)) * read
         dG += by_reading
@@ -346,31 +380,31 @@ def fused_gradients_kernel(
             dk += stored
             lost += widen(ky) * up * stored
         if F.l2norm:
-            channel_sums(buf, by_reading + lost, 1)
-        nq = gl.load(norms + token) * size
-        nk = gl.load(norms + 32 + token) * size
+            both_sums(buf.sums, along_q, by_reading + lost)
+        dg = sums_from_last(dG) * size
         if F.l2norm:
             gl.thread_barrier()
-            along_q = total_sums(buf, 0, gl.SliceLayout(0, L))[None, :]
-            along_k = total_sums(buf, 1, gl.SliceLayout(0, L))[None, :]
-            dq = (sum_q - widen(buf.q.permute((1, 0)).load(L)) * (inverse(up) * along_q)) * nq[None, :]
-            dk = (dk - widen(ky) * (up * along_k)) * nk[None, :]
-        else:
-            dq = sum_q * nq[None, :]
-            dk *= nk[None, :]
-        store_tile(dq, dq_desc, dq_ptr, buf.q, first, length, head, HV, K)
-        store_tile(dk, dk_desc, dk_ptr, buf.k, first, length, head, HV, K)
+            add_up(buf.totals, buf.sums)
+            gl.thread_barrier()
+            # The tiles first: x reaches 2^116, and sums over size are large where the chunk has no pairs to speak of.
+            sum_q -= widen(buf.q.permute((1, 0)).load(L)) * inverse(up) * buf.along[0].load(gl.SliceLayout(0, L))[None, :]
+            dk -= widen(ky) * up * buf.along[1].load(gl.SliceLayout(0, L))[None, :]
+        dq = sum_q * (buf.norms.index(0).load(gl.SliceLayout(0, L)) * size)[None, :]
+        dk *= (buf.norms.index(1).load(gl.SliceLayout(0, L)) * size)[None, :]
+        store_tiles((dq, dk), (dq_desc, dk_desc), (dq_ptr, dk_ptr), (buf.dq, buf.dk), first, length, head, HV, K)
 
-        dg = sums_from_last(dG) * size
         if F.any:
             dg += buf.kept.index(1).load(L)
         dg = gl.where((token < length)[None, :], dg + rho[:, None], 0.0)
-        dg, total, to_A_log = gate_chain(dg, buf.g, slope, offset, rate, lower_bound, bias, L, F)
+        bias = buf.bias.load(gl.SliceLayout(1, L))
+        dg, total, to_A_log = gate_chain(dg, buf.g, slope, bias * slope, rate, lower_bound, bias, L, F)
         if dA_log_ptr is not None:
-            gl.store(dA_log_ptr + entry, gl.sum(to_A_log, 0))
+            W: gl.constexpr = K // 16
+            of_warps = gl.sum(to_A_log.reshape([W, 16]), 1)
+            gl.store(dA_log_ptr + entry.to(gl.int64) * W + gl.arange(0, W, layout=of_warps.type.layout), of_warps)
         if ddt_bias_ptr is not None:
             gl.store(ddt_bias_ptr + entry.to(gl.int64) * K + channel, total)
-        store_tile(dg, dg_desc, dg_ptr, buf.g, first, length, head, HV, K)
+        store_tiles((dg,), (dg_desc,), (dg_ptr,), (buf.dg,), first, length, head, HV, K)
         tma.store_wait(0)
 
 
@@ -393,7 +427,7 @@ def launch(p: Problem, NC: int, strides: tuple[int, ...], dtypes: tuple[torch.dt
         optional(of_A_log, A_LOG, dtypes[0]), optional(of_bias, DT_BIAS, dtypes[1]), Pointer(NORMS, fp32),
         optional(not p.bounded, CUTS, torch.int32), optional(not p.bounded, PAIRS, p.dtype), optional(not p.bounded, SIZE, fp32),
         Pointer(DBETA, p.beta_dtype), optional(of_A_log, DA_LOG, fp32), optional(of_bias, DDT_BIAS, fp32), Pointer(CHUNKS, torch.int32),
-        strides[4], HV, p.group, float(p.scale), float(p.lower_bound or 0.0), half_span(p),
+        strides[4], HV, *divider(HV), *divider(p.group), float(p.scale), float(p.lower_bound or 0.0), half_span(p),
     )  # fmt: skip
     return Launch(fused_gradients_kernel, (tiles, 1, 1), args, (form(p),), min(WARPS, K // 16), registers=1024 // WARPS)
 
@@ -402,14 +436,14 @@ def fused_gradients(
     problem: Problem, plan: Plan, inputs: Inputs, norms: torch.Tensor, do: torch.Tensor, h: torch.Tensor, dh: torch.Tensor, r: torch.Tensor,
     dv: torch.Tensor, dq: torch.Tensor, dk: torch.Tensor, dg: torch.Tensor, dbeta: torch.Tensor, cut: torch.Tensor | None,
 ) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
-    """Write dq, dk (per value head), dg [B, T, HV, K] and dbeta [B, T, HV]; return the terms of A_log's [NC, HV, 1] and dt_bias's
+    """Write dq, dk (per value head), dg [B, T, HV, K] and dbeta [B, T, HV]; return the terms of A_log's [NC, HV, K / 16] and dt_bias's
     [NC, HV, K] gradient in fp32 (None if absent), to be added in one order: no atomics. Then, for fused_levels, what chunks that are cut
     left: dZ, dA [NC, HV, 2, C, C] over size, and size [NC, HV, 1] fp32 (None without cut).
 
     Args: norms, cut as Prepared; do, dv [B, T, HV, V]; h, dh, r from both_scans."""
     HV, K, NC, device = problem.HV, problem.K, plan.num_chunks, do.device
     partial = lambda present, *n: torch.empty(NC, HV, *n, dtype=torch.float32, device=device) if present else None
-    dA_log, ddt_bias = partial(problem.has_A_log, 1), partial(problem.has_dt_bias, K)
+    dA_log, ddt_bias = partial(problem.has_A_log, K // 16), partial(problem.has_dt_bias, K)
     pairs = size = None
     if cut is not None:
         pairs, size = torch.empty(NC, HV, 2, C, C, dtype=problem.dtype, device=device), torch.empty(NC, HV, 1, device=device)

@@ -13,17 +13,18 @@ from typing import NamedTuple
 
 import torch
 
-from openkda.hopper.backward_fused import gate_chain
 from openkda.hopper.backward_tiles import (
     DEAD,
     bounds,
     channel_sums,
     clear_rows,
     form,
+    gate_chain,
     gate_constants,
     level_factor,
+    load_gate,
     of_tokens,
-    store_tile,
+    store_tiles,
     sums_from_first,
     sums_from_last,
     to_bf16,
@@ -133,7 +134,7 @@ def add_tile(x, desc, ptr, tile, first, length, head, HV, K: gl.constexpr):
         channel = gl.arange(0, K, layout=gl.SliceLayout(1, L))[:, None]
         token = gl.arange(0, 32, layout=gl.SliceLayout(0, L))[None, :]
         x += gl.load(ptr + (first.to(gl.int64) * HV + head) * K + token * (HV * K) + channel, mask=token < length, other=0.0)
-    store_tile(x, desc, ptr, tile, first, length, head, HV, K)
+    store_tiles((x,), (desc,), (ptr,), (tile,), first, length, head, HV, K)
 
 
 @gluon.jit
@@ -160,7 +161,7 @@ def chunk_levels(
     mask_pairs(buf, pairs_ptr, cut)
     diagonal = gl.where(token >= cut, gl.load(pairs_ptr + token * 33).to(gl.float32), 0.0)
     size = gl.load(size_ptr + entry)
-    rate, bias, slope, offset, factor = gate_constants(A_log_ptr, dt_bias_ptr, head, channel, 0.0, F)
+    rate, bias, slope, offset, factor = gate_constants(*load_gate(A_log_ptr, dt_bias_ptr, head, channel, F), 0.0, F)
     norms = norms_ptr + entry.to(gl.int64) * 64
     nq = gl.load(norms + token)
     nk = gl.load(norms + 32 + token)
@@ -183,7 +184,8 @@ def chunk_levels(
     dg = gl.where((token < length)[None, :], sums_from_last(dG) * size, 0.0)
     dg, total, to_A_log = gate_chain(dg, buf.g, slope, offset, rate, 0.0, bias, L, F)
     if dA_log_ptr is not None:
-        gl.store(dA_log_ptr + entry, gl.load(dA_log_ptr + entry) + gl.sum(to_A_log, 0))
+        at = dA_log_ptr + entry.to(gl.int64) * (K // 16)
+        gl.store(at, gl.load(at) + gl.sum(to_A_log, 0))
     if ddt_bias_ptr is not None:
         at = ddt_bias_ptr + entry.to(gl.int64) * K + channel
         gl.store(at, gl.load(at) + total)
@@ -200,7 +202,7 @@ def fused_levels_kernel(
     A_log_ptr, dt_bias_ptr,  # [HV], [HV, K] or None
     norms_ptr, cut_ptr,  # [NC, HV, 2, 32] fp32, [NC, HV] int32: as backward_prepare.py
     pairs_ptr, size_ptr,  # [NC, HV, 2, 32, 32] bf16, [NC, HV] fp32: as backward_fused.py left them
-    dA_log_ptr, ddt_bias_ptr,  # [NC, HV], [NC, HV, K] fp32 partial sums, or None
+    dA_log_ptr, ddt_bias_ptr,  # [NC, HV, K / 16], [NC, HV, K] fp32 partial sums, or None
     chunks_ptr,  # [NC, 4] int32
     HV, group, entries, F: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip

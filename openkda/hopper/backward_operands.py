@@ -30,6 +30,7 @@ from openkda.hopper.backward_tiles import (
     inverse,
     level_factor,
     load_beta,
+    load_gate,
     of_chunks,
     of_tokens,
     sums_from_first,
@@ -211,7 +212,7 @@ def prepare_operands_kernel(
         tma.async_copy_global_to_shared(maps.k, [first, head // group * K], buf.inputs, buf.qk.slice(32, 32, dim=0))
         channel = gl.arange(0, K, layout=gl.SliceLayout(1, L))
         token = gl.arange(0, 32, layout=gl.SliceLayout(0, L))
-        _, _, slope, offset, factor = gate_constants(A_log_ptr, dt_bias_ptr, head, channel, lower_bound, F)
+        _, _, slope, offset, factor = gate_constants(*load_gate(A_log_ptr, dt_bias_ptr, head, channel, F), lower_bound, F)
         beta_ptr += first.to(gl.int64) * beta_row + head
         row = gl.arange(0, 64, layout=gl.SliceLayout(1, L))
         beta_rows = activated_beta(beta_ptr, row % 32, beta_row, (row >= 32) & (row % 32 < length), F)

@@ -14,9 +14,11 @@ from openkda.hopper.backward_prepare import SPAN, C
 from openkda.hopper.compat import fence_async_shared, gl, gluon, mma_v2, tma
 from openkda.hopper.runtime import Matrix
 from openkda.hopper.tiles import LOG2E, ex2, rcp, softplus2
+from openkda.portable.backward_inputs import CUT
 from openkda.problem import Problem
 
 LEAST_BITS = gl.constexpr(-SPAN.value)
+CUT_BITS = gl.constexpr(CUT.value * 1.4426950408889634)
 DEAD = gl.constexpr(-3e38)  # an activated gate's value on rows past the end: no decay, and 0 * DEAD is 0
 
 
@@ -60,22 +62,23 @@ def load_beta(ptr, mask, F: gl.constexpr):
 
 def scan_code(reverse: bool = False, own: bool = True) -> str:
     """PTX of a running sum over the tokens of a tile, from the first or from the last. own: whether a token's sum holds the token."""
-    way, last, order = ("down", 0, (3, 2, 1, 0)) if reverse else ("up", 3, (0, 1, 2, 3))
-    text = ["{ .reg .f32 s, t, e, base; .reg .pred p;"]
+    order = (3, 2, 1, 0) if reverse else (0, 1, 2, 3)
+    test = "eq" if reverse else "ne"  # whether the other lane's tokens, then the other two lanes', come before
+    text = ["{ .reg .f32 s, t, e, base; .reg .b32 l, m; .reg .pred p, q;"]
+    text.append(f"mov.u32 l, %laneid; and.b32 m, l, 1; setp.{test}.b32 p, m, 0; and.b32 m, l, 2; setp.{test}.b32 q, m, 0;")
     for row in range(2):
         text.append("mov.f32 base, 0f00000000;")
         for step, g in enumerate(order):
             first, second = (4 * g + 2 * row + c for c in ((1, 0) if reverse else (0, 1)))
             text.append(f"add.f32 s, ${16 + first}, ${16 + second};")
-            for distance in (1, 2):
-                text.append(f"shfl.sync.{way}.b32 t|p, s, {distance}, {0x1C03 if reverse else 0x1C00}, 0xffffffff; @p add.f32 s, s, t;")
-            text.append(f"shfl.sync.{way}.b32 e|p, s, 1, {0x1C03 if reverse else 0x1C00}, 0xffffffff; @!p mov.f32 e, 0f00000000;")
+            text.append("shfl.sync.bfly.b32 t, s, 1, 0x1f, 0xffffffff; selp.f32 e, t, 0f00000000, p; add.f32 s, s, t;")
+            text.append("shfl.sync.bfly.b32 t, s, 2, 0x1f, 0xffffffff; @q add.f32 e, e, t;")
             if own:
                 text.append(f"add.f32 e, e, base; add.f32 ${first}, e, ${16 + first}; add.f32 ${second}, ${first}, ${16 + second};")
             else:
                 text.append(f"add.f32 ${first}, e, base; add.f32 ${second}, ${first}, ${16 + first};")
             if step < 3:
-                text.append(f"shfl.sync.idx.b32 t, s, {last}, {0x1C03}, 0xffffffff; add.f32 base, base, t;")
+                text.append("add.f32 s, s, t; add.f32 base, base, s;")
     return " ".join([*text, "}"])
 
 
@@ -122,6 +125,18 @@ def widen(x):
 def inverse(x):
     """1 / x. Not pure, likewise."""
     return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=gl.float32, is_pure=False, pack=1)
+
+
+def divider(d: int) -> tuple[int, int]:
+    """What `quotient` takes to divide by d: a multiplier from 2^31 to 2^32, less 2^31, and a shift"""
+    shift = (d - 1).bit_length()
+    return -(-(2 ** (31 + shift)) // d) - 2**31, shift
+
+
+@gluon.jit
+def quotient(n, by):
+    """n // d for 0 <= n < 2^31, in a tenth of a division's instructions; by: as `divider` says"""
+    return (gl.umulhi((2 * n).to(gl.uint32), by[0].to(gl.uint32) + 0x80000000) >> by[1]).to(gl.int32)
 
 
 @gluon.jit
@@ -181,6 +196,21 @@ def channel_sums(buf, x, part: gl.constexpr):
 
 
 @gluon.jit
+def both_sums(sums, x, y):
+    """Leave the sums over each group of 16 channels of x and y [K, 32] in sums [warps, 32, 2] fp32"""
+    W: gl.constexpr = sums.shape[0]
+    sums.store(gl.join(gl.sum(x.reshape([W, 16, 32]), 1), gl.sum(y.reshape([W, 16, 32]), 1)))
+
+
+@gluon.jit
+def add_up(totals, sums):
+    """Leave the sums over all channels in totals [2, 32] fp32"""
+    W: gl.constexpr = sums.shape[0]
+    by_token: gl.constexpr = gl.BlockedLayout([W, 1, 2], [1, 32, 1], [1, gl.num_warps(), 1], [2, 1, 0])
+    totals.permute((1, 0)).store(gl.sum(sums.load(by_token), 0))
+
+
+@gluon.jit
 def total_sums(buf, part: gl.constexpr, L: gl.constexpr):
     """The sums over all channels, [32]"""
     sums = buf.sums.index(part)
@@ -189,31 +219,42 @@ def total_sums(buf, part: gl.constexpr, L: gl.constexpr):
 
 
 @gluon.jit
-def store_tile(x, desc, ptr, tile, first, length, head, HV, K: gl.constexpr):
-    """Write x [K, 32] to rows first to first + length: by the copy engine through `tile` [32, K] where that is possible"""
-    aligned: gl.constexpr = ptr.dtype.element_ty == tile.dtype
+def store_tiles(xs, descs, ptrs, tiles, first, length, head, HV, K: gl.constexpr):
+    """Write each of xs [K, 32] to rows first to first + length: by the copy engine through `tiles` [32, K] where that is possible"""
+    aligned: gl.constexpr = ptrs[0].dtype.element_ty == tiles[0].dtype
     if aligned:
         if length == 32:
-            tile.permute((1, 0)).store(x.to(tile.dtype))
+            for n in gl.static_range(len(xs)):
+                tiles[n].permute((1, 0)).store(xs[n].to(tiles[n].dtype))
             fence_async_shared()
-            tma.async_copy_shared_to_global(desc, [first, head * K], tile)
+            for n in gl.static_range(len(xs)):
+                tma.async_copy_shared_to_global(descs[n], [first, head * K], tiles[n])
     if not aligned or length < 32:
-        L: gl.constexpr = x.type.layout
+        L: gl.constexpr = xs[0].type.layout
         channel = gl.arange(0, K, layout=gl.SliceLayout(1, L))[:, None]
         token = gl.arange(0, 32, layout=gl.SliceLayout(0, L))[None, :]
-        at = (first.to(gl.int64) * HV + head) * K
-        gl.store(ptr + at + token * (HV * K) + channel, x.to(ptr.dtype.element_ty), mask=token < length)
+        at = (first.to(gl.int64) * HV + head) * K + token * (HV * K) + channel
+        for n in gl.static_range(len(xs)):
+            gl.store(ptrs[n] + at, xs[n].to(ptrs[n].dtype.element_ty), mask=token < length)
 
 
 @gluon.jit
-def gate_constants(A_log_ptr, dt_bias_ptr, head, channel, lower_bound, F: gl.constexpr):
-    """exp(A_log), dt_bias [K], and what token_decay takes: the activation reads gate * slope + offset and is scaled by factor"""
-    rate = 1.0
+def load_gate(A_log_ptr, dt_bias_ptr, head, channel, F: gl.constexpr):
+    """A_log and dt_bias [K] of a head as they are, zero where there are none"""
+    A_log = 0.0
     if A_log_ptr is not None:
-        rate = gl.exp(gl.load(A_log_ptr + head).to(gl.float32))
+        A_log = gl.load(A_log_ptr + head)
     bias = channel.to(gl.float32) * 0.0
     if dt_bias_ptr is not None:
-        bias = gl.load(dt_bias_ptr + head * F.K + channel).to(gl.float32)
+        bias = gl.load(dt_bias_ptr + head * F.K + channel)
+    return A_log, bias
+
+
+@gluon.jit
+def gate_constants(A_log, bias, lower_bound, F: gl.constexpr):
+    """exp(A_log), dt_bias [K], and what token_decay takes: the activation reads gate * slope + offset and is scaled by factor"""
+    rate = gl.exp(gl.to_tensor(A_log).to(gl.float32))
+    bias = bias.to(gl.float32)
     slope = rate * -LOG2E
     factor = LOG2E
     if F.gate == "bounded":
@@ -222,6 +263,28 @@ def gate_constants(A_log_ptr, dt_bias_ptr, head, channel, lower_bound, F: gl.con
         slope = LOG2E
         factor = -rate
     return rate, bias, slope, bias * slope, factor
+
+
+@gluon.jit
+def gate_chain(dg, gate, slope, offset, rate, lower_bound, bias, L: gl.constexpr, F: gl.constexpr):
+    """From dg [K, 32]: the gate's gradient, its sums over the tokens [K], and those of A_log's terms"""
+    x = widen(gate.permute((1, 0)).load(L))
+    if F.gate == "softplus":
+        x = x * slope + offset[:, None]
+        bits = softplus2(x) * -rate
+        dg = gl.where(bits < CUT_BITS, 0.0, dg)
+        to_A_log = gl.sum(dg * bits, 1) * (1.0 / LOG2E)
+        dg *= rcp(1.0 + ex2(-x)) * -rate
+        return dg, gl.sum(dg, 1), to_A_log
+    else:
+        if F.gate == "bounded":
+            e = ex2(x * slope + offset[:, None])
+            s = rcp(1.0 + e)
+            dg *= gl.minimum(e, 2.0**126) * s * s * (lower_bound * rate)
+        elif F.any:
+            dg = gl.where(x < CUT, 0.0, dg)
+        total = gl.sum(dg, 1)
+        return dg, total, gl.sum(dg * x, 1) + bias * total
 
 
 @gluon.jit
