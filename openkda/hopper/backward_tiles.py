@@ -233,9 +233,9 @@ def store_tiles(xs, descs, ptrs, tiles, first, length, head, HV, K: gl.constexpr
         L: gl.constexpr = xs[0].type.layout
         channel = gl.arange(0, K, layout=gl.SliceLayout(1, L))[:, None]
         token = gl.arange(0, 32, layout=gl.SliceLayout(0, L))[None, :]
-        at = (first.to(gl.int64) * HV + head) * K + token * (HV * K) + channel
+        at = (first.to(gl.int64) * HV + head) * K
         for n in gl.static_range(len(xs)):
-            gl.store(ptrs[n] + at, xs[n].to(ptrs[n].dtype.element_ty), mask=token < length)
+            gl.store(ptrs[n] + at + token * (HV * K) + channel, xs[n].to(ptrs[n].dtype.element_ty), mask=token < length)
 
 
 @gluon.jit

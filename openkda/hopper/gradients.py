@@ -22,6 +22,7 @@ from openkda.hopper.backward_fused import fused_gradients
 from openkda.hopper.backward_fused_levels import fused_levels
 from openkda.hopper.backward_levels import level_gradients
 from openkda.hopper.backward_operands import prepare_operands
+from openkda.hopper.backward_plan import ragged_plan
 from openkda.hopper.backward_prepare import C, prepare_chunks
 from openkda.hopper.backward_scan import both_scans
 from openkda.hopper.backward_scores import score_gradients
@@ -104,7 +105,8 @@ def script(
     Args: strides: elements between rows of q, k, v, g and do, None: all are contiguous; kinds: dtypes of A_log, dt_bias and cu_seqlens;
     of_state: dtype of the final state's gradient, None without one; the rest as for `steps`."""
     p = problem
-    NC = p.T // C + p.N if p.varlen else p.B * -(-p.T // C)
+    NC = p.B * -(-p.T // C)
+    tables = None if p.varlen else torch.int32
     meta = torch.device("meta")
 
     def rows(D: int, heads: int, dtype: torch.dtype, stride: int) -> torch.Tensor:
@@ -120,13 +122,13 @@ def script(
     state = p.state_dtype if p.has_initial_state else None
     given = (
         q, k, v, g, do, new(p.dtype, p.B, p.T, p.HV, p.V), new(p.beta_dtype, p.B, p.T, p.HV), new(kinds[0], p.HV), new(kinds[1], p.HV, p.K),
-        new(state, *p.state_shape), new(kinds[2], p.N + 1), new(of_state, *p.state_shape), new(torch.int32, NC, 4),
-        new(torch.int32, p.N, 4),
+        new(state, *p.state_shape), new(kinds[2], p.N + 1), new(of_state, *p.state_shape), new(tables, NC, 4), new(tables, p.N, 4),
     )  # fmt: skip
 
     def call(q, k, v, g, do, o, beta, A_log, dt_bias, initial_state, cu_seqlens, dfinal_state, chunks, sequences):
         inputs = Inputs(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens)
-        return steps(p, Plan(chunks, sequences, C), inputs, needs, scans, o, do, dfinal_state, False, p.dtype == torch.bfloat16)
+        plan = ragged_plan(p, cu_seqlens) if p.varlen else Plan(chunks, sequences, C)
+        return steps(p, plan, inputs, needs, scans, o, do, dfinal_state, False, p.dtype == torch.bfloat16)
 
     return rehearse(call, given, not zero)
 
@@ -170,14 +172,15 @@ def gradients(
     in their inputs' dtypes; sums over tokens run in fp32 in a fixed order."""
     p, x, device = problem, inputs, inputs.q.device
     do = torch.zeros_like(o) if do is None else do.to(p.dtype)
-    plan = x.plan(p, C)
     scans = choose_scans(p, x.lengths)
     zero = p.varlen and (x.lengths is None or sum(x.lengths) != p.T)
     if device.type == "cpu":  # Triton's interpreter, which knows no Gluon
-        found = steps(p, plan, x, needs, scans, o, do, dfinal_state, zero, False)
+        found = steps(p, x.plan(p, C), x, needs, scans, o, do, dfinal_state, zero, False)
     else:
+        plan = None if p.varlen else x.plan(p, C)  # a ragged batch's tables are a launch's
+        tables = (None, None) if plan is None else (plan.chunks, plan.sequences)
         operands: Tensors = (
-            x.q, x.k, x.v, x.g, do, o, x.beta, x.A_log, x.dt_bias, x.initial_state, x.cu_seqlens, dfinal_state, plan.chunks, plan.sequences
+            x.q, x.k, x.v, x.g, do, o, x.beta, x.A_log, x.dt_bias, x.initial_state, x.cu_seqlens, dfinal_state, *tables
         )  # fmt: skip
         strides = None
         addresses = [0 if t is None else t.data_ptr() for t in operands]
