@@ -6,6 +6,8 @@ import pytest
 import torch
 from hopper_case import BF16, FP16, FP32, RAGGED, SPLIT, case, split_config
 
+from openkda import chunk_kda
+from openkda.autograd import TENSORS
 from openkda.hopper import launch, why_not
 from openkda.hopper.config import choose
 from openkda.testing import assert_close
@@ -146,6 +148,31 @@ def test_tokens_after_the_last_sequence_are_zero():
     c = case("init", lengths=(40, 7), pad_to=100)
     o, _ = check(c)
     assert not o[:, 47:].any()
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["forward", "training"])
+@pytest.mark.parametrize("kw", [dict(T=1024, H=4), dict(T=300, B=2), dict(lengths=RAGGED)], ids=["cut", "whole", "ragged"])
+def test_a_repeated_call_never_waits(kw, training):
+    """Nor does it allocate anything but o, final_state and a workspace, with gradients these and a workspace of their own."""
+    args = {n: x.requires_grad_(training) if n in TENSORS else x for n, x in case("init", **kw).args.items()}
+    given = [args[n] for n in TENSORS if args.get(n) is not None]
+
+    def call(*upstream):
+        results = chunk_kda(**args)
+        return results + (torch.autograd.grad(results, given, upstream) if training else ())
+
+    upstream = [torch.ones_like(x) for x in chunk_kda(**args)]
+    expected = call(*upstream)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = call(*upstream)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    made = torch.cuda.memory_stats()["allocation.all.allocated"] - before
+    assert made <= len(found) + 1 + training
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 def test_graph_capture():
