@@ -1,5 +1,7 @@
 """What the tests of the Hopper forward on a GPU share: its cases, and ways to run them whatever `choose` says."""
 
+from dataclasses import replace
+
 import torch
 
 from openkda.hopper import config
@@ -21,6 +23,8 @@ def split_config(problem, how, steps=4, tail=TAIL):
         return Config(base_tiles(problem, config.FULL))
     if how == "half":
         return Config(base_tiles(problem, config.HALF))
+    if how == "apart":  # V in two, every block preparing for itself
+        return Config(replace(base_tiles(problem, config.HALF, split="turns"), split="none"))
     if how.startswith("turns"):
         return Config(base_tiles(problem, config.HALF if how == "turns half" else config.FULL, split="turns"))
     if how == "tails":

@@ -32,6 +32,31 @@ def test_every_way_of_cutting(how, regime, kw):
     check(c, split_config(c.described()[0], how))
 
 
+CLUSTERS = {
+    "of 1 to 5 groups": dict(lengths=(33, 64, 81, 130, 177, 224, 300)),
+    "repeated values": dict(T=300, H=2, HV=4),
+    "every option": dict(T=150, B=2, state_v_first=False, state_dtype=BF16, neg_eigval=True, initial_state=False),
+    "many": dict(T=250, H=70),
+}
+
+
+@pytest.mark.parametrize("form", ["steps", "halves", "levels"])
+@pytest.mark.parametrize("kw", CLUSTERS.values(), ids=CLUSTERS)
+def test_blocks_in_clusters(form, kw):
+    """Two blocks that prepare for each other, with one group and with many, whose last is partial, for either of them."""
+    c = case("mixed", bounded=form == "steps", dtype=FP16 if form == "levels" else BF16, **kw)
+    problem, inputs = c.described()
+    shared, apart = split_config(problem, "half"), split_config(problem, "apart")
+    assert shared.forward.cluster and shared.forward.form == form and not apart.forward.cluster
+    found = check(c, shared)
+    for _ in range(20):
+        again = launch.forward(problem, inputs, shared)[:2]
+        assert all(torch.equal(x, y) for x, y in zip(found, again, strict=True))
+    if form != "steps":  # the same arithmetic
+        alone = launch.forward(problem, inputs, apart)[:2]
+        assert all(torch.equal(x, y) for x, y in zip(found, alone, strict=True))
+
+
 @pytest.mark.parametrize("bounded", [True, False], ids=["bounded", "softplus"])
 @pytest.mark.parametrize("how", ["turns", "turns half"])
 @pytest.mark.parametrize("kw", [dict(T=300, B=4), dict(lengths=(330, 70, 0, 33, 1, 130))], ids=["fixed", "ragged"])
@@ -40,7 +65,7 @@ def test_blocks_take_several_items(how, kw, bounded):
     c = case("init", H=48, bounded=bounded, **kw)
     problem, inputs = c.described()
     found = check(c, split_config(problem, how))
-    for other in (how, "half" if how == "turns half" else "full"):
+    for other in (how, "apart" if how == "turns half" else "full"):
         again = launch.forward(problem, inputs, split_config(problem, other))[:2]
         assert all(torch.equal(x, y) for x, y in zip(found, again, strict=True))
 

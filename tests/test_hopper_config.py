@@ -16,7 +16,7 @@ from triton.runtime.jit import JITFunction
 
 import openkda.hopper
 import openkda.portable
-from openkda.hopper import config, driver, kept, launch, runtime, why_not
+from openkda.hopper import cluster, config, driver, kept, launch, runtime, why_not
 from openkda.hopper.compat import Loaded, loaded
 from openkda.hopper.config import (
     COSTS,
@@ -135,9 +135,33 @@ def test_unknown_lengths_may_hide_a_long_one(problem):
 
 
 def test_form_of_the_scores(problem):
-    assert choose(problem).forward.form == "product"
+    assert choose(problem).forward.form == "steps" and choose(problem.replace(T=4096, H=96, HV=96)).forward.form == "product"
     assert choose(problem.replace(gate="softplus", lower_bound=None)).forward.form == "halves"
     assert choose(problem.replace(dtype=torch.float16)).forward.form == "levels"
+
+
+def test_blocks_that_share_a_head_form_clusters(problem):
+    """Where V is in two and there is a place in the ring to spare."""
+    half = lambda split="none", **change: base_tiles(problem.replace(**change), config.HALF, split=split)
+    for change in (dict(), dict(gate="softplus", lower_bound=None), dict(dtype=torch.float16), dict(return_intermediate_states=True)):
+        assert half(**change).cluster and half("whole", **change).cluster
+    for tiles in (half("turns"), half(gate_dtype=torch.float32), half(K=64, V=64), base_tiles(problem, config.FULL)):
+        assert not tiles.cluster and tiles.form == "product"
+    (one,) = launches_of(problem)[0]
+    assert one.cluster and one.grid == (4, 2, 1)
+
+
+def test_buffers_that_lie_elsewhere_are_refused(problem, monkeypatch):
+    tiles = base_tiles(problem, config.HALF)
+    where = cluster.addresses(tiles)
+    monkeypatch.setattr(cluster, "buffer_offsets", lambda text: where | dict(full=7))
+    cluster.check_addresses("", tiles)
+    monkeypatch.setattr(cluster, "buffer_offsets", lambda text: where | dict(tz=64))
+    with pytest.raises(RuntimeError, match="tz lies at 64, not at 172032"):
+        cluster.check_addresses("", tiles)
+    monkeypatch.setattr(cluster, "buffer_offsets", lambda text: {})
+    with pytest.raises(RuntimeError, match="kq lies at None, not at 0"):
+        cluster.check_addresses("", tiles)
 
 
 def test_kernels_are_loaded_as_they_were_compiled(monkeypatch):
@@ -188,7 +212,8 @@ def test_blocks_take_turns_where_multiprocessors_are_fewer(problem, H, change):
         assert args["items"] == p.N * H and one.grid[0] == MULTIPROCESSORS // one.grid[1] < args["items"]
         assert args["tickets_ptr"] == (args["segments_ptr"]._replace(offset=0) if p.varlen else None)
     elif not config.steps:
-        assert args["items"] == one.grid[0] and one.grid[0] * one.grid[1] <= MULTIPROCESSORS and args["tickets_ptr"] is None
+        assert args["items"] == one.grid[0] and args["tickets_ptr"] is None
+        assert one.grid[0] * one.grid[1] <= MULTIPROCESSORS or config.forward.cluster  # these take no turns
 
 
 @pytest.mark.parametrize("change", [dict(T=64), dict(T=1024), dict(T=2048, H=12, HV=12), dict(T=1000, N=3, varlen=True)], ids=str)
@@ -242,6 +267,9 @@ def test_bound_arguments_lie_as_the_driver_reads_them(monkeypatch):
     config = reference._obj
     assert (tuple(config.grid), tuple(config.block), config.shared, config.stream) == ((3, 2, 1), (512, 1, 1), 1000, 55)
     assert config.count == 1 and config.attributes.contents.id == driver.SERIALIZATION and config.attributes.contents.value[0] == 1
+    pair = ready._replace(launch=replace(one, cluster=True)).bind((1000, 2000), 55)[0]._obj
+    assert pair.count == 2 and pair.attributes[1].id == driver.CLUSTER
+    assert struct.unpack("3I", ctypes.string_at(ctypes.addressof(pair.attributes[1].value), 12)) == (1, 2, 1)
     assert function.value == 99 and extra is None
     codes = ["128s", "i", "i", "q", "q", "Q", "i", "f", "Q", "Q"]
     pointers = struct.unpack_from(f"{len(codes)}Q", memory)

@@ -41,6 +41,7 @@ LINE = re.compile(r" in (\S+?:\d+)")
 ACCESS = re.compile(r"(?:Read|Write) access at \S+ in (\S+?):\d+")
 CASES = {  # arguments of make_case, and how to cut the call
     ALONE: {},
+    "clusters": dict(regime="mixed", lengths=(330, 97, 33, 0, 5), H=2, cut=Cut("unsplit", "half")),
     "tail of a block": dict(regime="random", T=75, B=2, H=2),
     "ragged": dict(regime="mixed", lengths=(5, 0, 33, 130, 1, 64), H=2),
     "own tails, four blocks": dict(regime="random", T=260, H=2, cut=Cut("tails", "half", 1, 2)),
@@ -50,6 +51,8 @@ CASES = {  # arguments of make_case, and how to cut the call
     "tails do not": dict(regime="init", T=520, H=2, cut=Cut("whole", "full", 9, 4)),
     "summaries": dict(regime="init", T=1100, H=1, cut=Cut("summaries", "full", 12, 4)),
     "ragged summaries": dict(regime="init", lengths=(5, 0, 333, 1, 64, 700), H=1, cut=Cut("summaries", "full", 8, 4)),
+    "clusters, unbounded gate": dict(regime="mixed", T=330, H=2, bounded=False, cut=Cut("unsplit", "half")),
+    "clusters, fp16, ragged": dict(regime="mixed", lengths=(5, 0, 33, 330, 97), H=1, dtype=torch.float16, cut=Cut("unsplit", "half")),
     "unbounded gate": dict(regime="init", T=75, H=2, bounded=False),
     "unbounded gate, summaries": dict(regime="init", T=520, H=1, bounded=False, cut=Cut("summaries", "full", 6, 4)),
     "K-first bf16 states, grouped values": dict(regime="init", T=75, H=2, HV=4, state_v_first=False, state_dtype=torch.bfloat16),

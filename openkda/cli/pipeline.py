@@ -245,8 +245,9 @@ def mapping(p: Problem, backend: str) -> Mapping:
     from openkda.hopper.config import STEP, choose
 
     config = choose(p)
-    form = config.forward.form
+    form = "product" if config.forward.form == "steps" else config.forward.form
     prepared = f"prepared in shared memory by {config.forward.preps} partitions of 4 warps"
+    prepared += ", every second 64 tokens by the other block of a cluster" * config.forward.cluster
     scan = f"one block per row, {config.forward.scan_warps} warps"
     return Mapping(STEP, scores, form, config.forward.R, prepared, scan, config.steps)
 

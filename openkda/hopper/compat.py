@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+import tempfile
 import threading
 from collections.abc import Callable
 from typing import NamedTuple
 
 import triton
+from triton._C.libtriton import ir, nvidia, passes
 from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -20,6 +23,7 @@ __all__ = [
     "Loaded",
     "MockTensor",
     "TensorDescriptor",
+    "buffer_offsets",
     "fence_async_shared",
     "gdc_launch_dependents",
     "gdc_wait",
@@ -57,6 +61,25 @@ def loaded(name: str, binary: bytes, metadata: dict[str, object], device: int) -
         for m in (metadata.get("tensordesc_meta") or ())
     )
     return Loaded(function, threads, shared, maps)
+
+
+def buffer_offsets(ttgir: str) -> dict[str, int]:
+    """Where the compiler puts the buffers of a kernel, by their names in its source: bytes from the beginning of shared memory"""
+    context = ir.context()
+    ir.load_dialects(context)
+    nvidia.load_dialects(context)
+    with tempfile.NamedTemporaryFile("w", suffix=".ttgir") as file:
+        file.write(ttgir)
+        file.flush()
+        module = ir.parse_mlir_module(file.name, context)
+    module.context = context
+    manager = ir.pass_manager(context)
+    passes.ttgpuir.add_allocate_warp_groups(manager)
+    passes.convert.add_scf_to_cf(manager)
+    passes.gluon.add_inliner(manager)
+    nvidia.passes.ttgpuir.add_allocate_shared_memory_nv(manager, 90, 80)
+    manager.run(module, "buffer_offsets")
+    return {name: int(at) for name, at in re.findall(r"%(\w+) = ttg.local_alloc {allocation.offset = (\d+)", str(module))}
 
 
 class _Reader(threading.local):

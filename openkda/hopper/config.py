@@ -33,13 +33,14 @@ class Tiles:
     outputs: bool  # True: the forward; False: state only (segment summaries)
     kg: bool  # True: a separate k * exp(G_C - G) tile for the state; False: the decay follows the product (bounded gates)
     gate: str  # "none", "softplus", "bounded"
-    form: str  # of the scores: "product" (bounded gates), "halves" (any gate, halves.py), "levels" (fp16, which has no range; levels.py)
+    form: str  # of the scores: "product", "steps" (bounded gates; steps.py), "halves" (any gate), "levels" (fp16, which has no range)
     l2norm: bool
     beta: str  # "given", "sigmoid", "twice" (2 * sigmoid)
     state_v_first: bool
     chunk: int  # tokens from one chunk-entry state to the next; 0: none are written
     split: str  # which work a block takes from the segment table: "none", "turns", "tails", ... (locate in segments.py)
     pdl: bool
+    cluster: bool  # two blocks, the halves of V, share the preparation of their head (pair.py)
     fixed: bool  # the segment table lies ready: no launch of the call writes it
     located: bool  # the block finds its work before it hands over to its roles, not each role
 
@@ -71,7 +72,8 @@ def base_tiles(problem: Problem, shape: dict, **changes: object) -> Tiles:
     form = "levels" if p.dtype == torch.float16 else "product" if p.bounded else "halves"
     fields = dict(
         K=p.K, V=p.V, outputs=True, gate=gate, l2norm=p.qk_l2norm, state_v_first=p.state_v_first, split="none", pdl=False,
-        fixed=not p.varlen, located=False, chunk=p.chunk_size if p.return_intermediate_states and changes.get("outputs", True) else 0,
+        fixed=not p.varlen, cluster=False, located=False,
+        chunk=p.chunk_size if p.return_intermediate_states and changes.get("outputs", True) else 0,
         beta="given" if not p.beta_sigmoid else "twice" if p.neg_eigval else "sigmoid",
         wide=4, form=form, kg=form != "product",
     )  # fmt: skip
@@ -81,7 +83,11 @@ def base_tiles(problem: Problem, shape: dict, **changes: object) -> Tiles:
     # Where the scan of 128 rows under unbounded gates finds its work itself, its loop is short of registers and 10 % slower.
     tiles = replace(tiles, located=form == "halves" and tiles.outputs and tiles.R == 128 and tiles.split != "tails")
     per_group = group_bytes(tiles, p.gate_dtype.itemsize)
-    return replace(tiles, groups=min(tiles.groups, (SHARED_BYTES - 2 * BLOCK * tiles.R * 2 - RESERVED_BYTES) // per_group))
+    tiles = replace(tiles, groups=min(tiles.groups, (SHARED_BYTES - 2 * BLOCK * tiles.R * 2 - RESERVED_BYTES) // per_group))
+    # Two blocks that share a head share its preparation where a place of the ring can be spared. Blocks that take turns do not.
+    if tiles.outputs and 2 * tiles.R == p.V == p.K and tiles.split in ("none", "whole") and tiles.groups == 3:
+        tiles = replace(tiles, cluster=True, preps=1, prep_regs=168, form="steps" if form == "product" else form)
+    return tiles
 
 
 SHARED_BYTES = 227 * 1024  # shared memory of a block
@@ -91,7 +97,8 @@ RESERVED_BYTES = 4096  # exchanges between warps, barriers, alignment
 def group_bytes(tiles: Tiles, gate_bytes: int) -> int:
     """Shared memory of a group (tiles.py, Ring)"""
     t = tiles
-    return t.wide * (2 * BLOCK * t.K * 2 + BLOCK * t.K * gate_bytes + BLOCK * t.R * 2 + 2 * BLOCK * BLOCK * 2 + t.K * 4 + 2 * BLOCK * 4)
+    block = 2 * BLOCK * t.K * 2 + BLOCK * t.K * gate_bytes + BLOCK * t.R * 2 + 2 * BLOCK * BLOCK * 2 + t.K * 4 + 2 * BLOCK * 4
+    return t.wide * (block + BLOCK * BLOCK * 2 * (t.form == "steps"))
 
 
 MULTIPROCESSORS = 132
@@ -119,12 +126,13 @@ class Costs:
     A block takes a start, so much a step, and a turn between two items."""
 
     full: float  # a step of the forward, all of V in a block
-    half: float  # V in two
+    half: float  # V in two, its blocks in clusters
     own: float  # of the forward with its own tail
     state: float  # of the state-only passes
     start: float = 11.6
     turn: float = 5.0  # from an item to the next; where each block takes one, a start
-    half_start: float = 10.2
+    half_start: float = 12.5
+    apart: float = 1.14  # how much longer a step of V in two takes where its blocks do not share their preparation
     own_start: float = 9.5  # of a forward block with its own tail
     entry_start: float = 13.5  # of one that reads its entry state
     tail_start: float = 6.0  # of the pass over the tails
@@ -138,9 +146,10 @@ class Costs:
         return replace(self, **{name: factor * getattr(self, name) for name in ("full", "half", "own", "state")})
 
 
-PRODUCT = Costs(full=1.83, half=1.32, own=1.8, state=2.33)
+PRODUCT = Costs(full=1.83, half=1.15, own=1.8, state=2.33)
 COSTS = {
-    "product": PRODUCT, "halves": replace(PRODUCT.slower(1.18), state=3.15, turn=11.6), "levels": replace(PRODUCT.slower(2.85), turn=11.6),
+    "product": PRODUCT, "halves": replace(PRODUCT.slower(1.18), half=1.32, state=3.15, turn=11.6),
+    "levels": replace(PRODUCT.slower(2.85), half=2.5, apart=1.5, turn=11.6),
 }  # fmt: skip
 WORTH = 0.95  # of the time of an unsplit run: what a cut must promise
 
@@ -185,8 +194,8 @@ def expected(cut: Cut, batch: Batch, HV: int, costs: Costs) -> tuple[float, floa
         return c.idle * -(-sum(copies for _, copies in blocks) * HV // MULTIPROCESSORS)
 
     if cut.how == "unsplit":
-        step, start, heads = (c.full, c.start, HV) if cut.shape == "full" else (c.half, c.half_start, 2 * HV)
-        time = start - c.turn + makespan([(c.turn + step * n, copies * heads) for n, copies in batch])
+        turns = c.start - c.turn + makespan([(c.turn + c.full * n, copies * HV) for n, copies in batch])
+        time = turns if cut.shape == "full" else unsplit(batch)
         return time, time
     long, short = ([x for x in batch if (x[0] > cut.steps) == above] for above in (True, False))
     parts = [-(-n // cut.steps) for n, _ in long]
@@ -229,6 +238,8 @@ def choose(problem: Problem, lengths: tuple[int, ...] | None = None) -> Config:
     guesses = batches(p, lengths)
     longest = max(batch[0][0] for batch in guesses)
     costs = COSTS[base_tiles(p, FULL).form]
+    if not base_tiles(p, HALF).cluster:
+        costs = replace(costs, half=costs.apart * costs.half)
     shapes = ("half",) if p.V == 64 else ("full", "half")
     found = [Cut("unsplit", shape) for shape in shapes]
     if p.K == p.V == 128:

@@ -14,6 +14,8 @@ import torch
 
 MAP_BYTES = 128  # of a tensor map
 INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
+CLUSTER = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+PAIRS = (1 | 2 << 32, 1)  # its value, three 32-bit numbers: (1, 2, 1)
 SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 PROMOTION_128 = 2  # CU_TENSOR_MAP_L2_PROMOTION_L2_128B
 
@@ -90,11 +92,11 @@ Call = tuple[object, ctypes.c_void_p, ctypes.Array, None]  # the arguments of cu
 
 
 def prepared(
-    function: int, grid: tuple[int, int, int], threads: int, shared: int, pdl: bool, stream: int, parameters: ctypes.Array
+    function: int, grid: tuple[int, int, int], threads: int, shared: int, pdl: bool, cluster: bool, stream: int, parameters: ctypes.Array
 ) -> Call:
-    """A launch that needs nothing but to be made, any number of times."""
-    attribute = Attribute(SERIALIZATION, (1,))
-    config = LaunchConfig(grid, (threads, 1, 1), shared, stream, ctypes.pointer(attribute), int(pdl))
+    """A launch that needs nothing but to be made, any number of times. cluster: every two blocks along the grid's y are one."""
+    wanted = [Attribute(SERIALIZATION, (1,))] * pdl + [Attribute(CLUSTER, PAIRS)] * cluster
+    config = LaunchConfig(grid, (threads, 1, 1), shared, stream, (Attribute * 2)(*wanted), len(wanted))
     return ctypes.byref(config), ctypes.c_void_p(function), parameters, None
 
 

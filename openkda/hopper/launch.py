@@ -115,7 +115,7 @@ def launches(problem: Problem, config: Config, strides: Strides, kinds: Kinds) -
             config.tail, bound, p.scale,
         )  # fmt: skip
         blocks = min(items, MULTIPROCESSORS * tiles.R // V) if turns else items
-        return Launch(prefill.forward_kernel, (blocks, V // tiles.R, 1), args, (tiles,), tiles.scan_warps, tiles.pdl)
+        return Launch(prefill.forward_kernel, (blocks, V // tiles.R, 1), args, (tiles,), tiles.scan_warps, tiles.pdl, tiles.cluster)
 
     if not config.steps:
         return [*found, forward(config.forward, whole, p.N)], work

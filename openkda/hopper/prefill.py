@@ -11,10 +11,39 @@ from __future__ import annotations
 
 from openkda.hopper.compat import gdc_launch_dependents, gdc_wait, gl, gluon
 from openkda.hopper.own import Verdict, make_verdict
-from openkda.hopper.prep import load_role, prep_role
-from openkda.hopper.scan import Output, Sink, States, forward_scan, summary_scan
-from openkda.hopper.segments import Deal, Queue, begin_item, locate, make_queue, read_row
-from openkda.hopper.tiles import Source, make_ring, tile_layout
+from openkda.hopper.prep import load_role, prep_role, receive_role, send_role
+from openkda.hopper.scan import Output, Sink, States, scan_rows, scan_two_rows, summary_scan
+from openkda.hopper.scan_steps import scan_steps
+from openkda.hopper.segments import Deal, Queue, begin_item, locate, make_queue, next_item, read_row
+from openkda.hopper.tiles import Source, group_count, make_ring, tile_layout
+
+
+@gluon.jit
+def forward_item(ring, before, out, states, sink, verdict, work, segment, HV, NS, T: gl.constexpr):
+    """An item, when `before` groups have been in the ring"""
+    if T.form == "steps":
+        scan_steps(ring, out, states, work, HV, T)
+    elif T.R == 64:
+        scan_rows(ring, before, out, states, work, segment, HV, NS, T)
+    else:
+        scan_two_rows(ring, before, out, states, sink.known_ptr, verdict, work, segment, HV, NS, T)
+
+
+@gluon.jit
+def forward_scan(ring, out, states, sink, deal, queue, verdict, work, segment, HV, NS, T: gl.constexpr):
+    if T.split == "turns":
+        before = 0
+        turn = 0
+        item = gl.program_id(0)
+        while item < deal.items:
+            forward_item(ring, before, out, states, sink, verdict, work, segment, HV, NS, T)
+            before += group_count(work.steps, T)
+            item = next_item(deal, queue, item, turn, False)
+            turn += 1
+            if item < deal.items:
+                work = locate(deal, read_row(deal, item), False, T)
+    else:
+        forward_item(ring, 0, out, states, sink, verdict, work, segment, HV, NS, T)
 
 
 @gluon.jit
@@ -42,6 +71,19 @@ def run_roles(scan, ring, src, deal, queue, verdict, first, T: gl.constexpr):
             ],
             [T.wide, T.wide, 1],
             [regs, regs, 24],
+        )
+    elif T.cluster:
+        gl.warp_specialize(
+            [
+                (scan_role, scan),
+                (prep_role, (ring, src, deal, queue, verdict, first, 0, T)),
+                (load_role, (ring, src, deal, queue, first, "gk", T)),
+                (load_role, (ring, src, deal, queue, first, "qv", T)),
+                (receive_role, (ring, src, deal, first, T)),
+                (send_role, (ring, deal, first, T)),
+            ],
+            [T.wide, 1, 1, 1, 1],
+            [regs, 24, 24, 24, 24],
         )
     elif T.outputs and T.preps == 1:
         gl.warp_specialize(

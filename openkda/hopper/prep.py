@@ -18,12 +18,14 @@ by neutral values first, before any exponential."""
 from __future__ import annotations
 
 from openkda.hopper.blocks import both_operands, diagonal, scores, solve
+from openkda.hopper.cluster import copied_bytes, own_places, rank_of, release, send
 from openkda.hopper.compat import fence_async_shared, gl, gluon, mbarrier, mma_v2, tma
 from openkda.hopper.decay import decay_constants, log2_decay, neutral_gate
 from openkda.hopper.halves import anchor, half_constants, half_tiles
 from openkda.hopper.levels import level_tiles
 from openkda.hopper.own import try_tail
 from openkda.hopper.segments import begin_item, locate, next_item, read_row
+from openkda.hopper.steps import cross_blocks, cross_scores, step_constants, step_tiles
 from openkda.hopper.tiles import (
     WIDTH,
     add,
@@ -33,6 +35,7 @@ from openkda.hopper.tiles import (
     group_count,
     last,
     outward,
+    own_groups,
     plain_shared,
     rcp,
     rsqrt,
@@ -43,11 +46,10 @@ from openkda.hopper.tiles import (
 
 
 @gluon.jit
-def request(ring, src, work, it, row, operands: gl.constexpr, n: gl.constexpr, T: gl.constexpr):
-    """Two blocks of the n-th of `operands` ("g", "k", "q", "v"), of which the ring's step `it` begins at `row`"""
+def request(ring, src, work, at, row, full, more: gl.constexpr, operands: gl.constexpr, n: gl.constexpr, T: gl.constexpr):
+    """Two blocks of the n-th of `operands` ("g", "k", "q", "v"), from `row` on, for the ring's step `at`; the barrier `full` awaits them
+    and `more` bytes"""
     what: gl.constexpr = operands[n]
-    at = it % (T.wide // 2 * T.groups)
-    full = ring.full.index(at // (T.wide // 2))
     desc = src.g if what == "g" else src.k if what == "k" else src.q if what == "q" else src.v
     tiles = ring.g if what == "g" else ring.v if what == "v" else ring.kq
     if what == "g":
@@ -56,7 +58,7 @@ def request(ring, src, work, it, row, operands: gl.constexpr, n: gl.constexpr, T
         column = work.head * T.V + work.row0
     else:
         column = work.qk_head * T.K
-    mbarrier.expect(full, 2 * desc.block_type.nbytes)
+    mbarrier.expect(full, 2 * desc.block_type.nbytes + more)
     for c in gl.static_range(2):
         tile = tiles.index(2 * at + c)
         if what == "k" or what == "q":
@@ -66,19 +68,62 @@ def request(ring, src, work, it, row, operands: gl.constexpr, n: gl.constexpr, T
 
 @gluon.jit
 def load_item(ring, src, work, before, what: gl.constexpr, T: gl.constexpr):
-    """Request the raw tiles of the operands `what` of all blocks, two blocks at a time, as soon as their place is free.
-    `before` groups have been in the ring."""
+    """Request the raw tiles of the operands `what` of all groups that this block prepares, two blocks at a time, as soon as their place is
+    free. `before` groups have been in the ring."""
     per: gl.constexpr = T.wide // 2  # steps of a group
-    halves: gl.constexpr = per * T.groups
+    halves: gl.constexpr = per * own_places(T)
+    rank = rank_of(T)
     row = work.start - before * 16 * T.wide
-    for it in range(per * before, per * before + group_count(work.steps, T) * per):
+    for it in range(per * before, per * before + own_groups(work, rank, T) * per):
         at = it % halves
+        step = 2 * (it + rank) - it % 2 if T.cluster else it
         mbarrier.wait(ring.empty.index(at), ((it // halves) & 1) ^ 1)
-        if it < per * before + work.steps:
+        if step < per * before + work.steps:
             for n in gl.static_range(len(what)):
-                request(ring, src, work, it, row + it * 32, what, n, T)
+                request(ring, src, work, at, row + step * 32, ring.full.index(at // per), 0, what, n, T)
         else:
             mbarrier.arrive(ring.full.index(at // per), count=len(what))
+
+
+@gluon.jit
+def receive_role(ring, src, deal, first, T: gl.constexpr):
+    """v of the groups that the other block of a cluster prepares; the same barriers await what comes from there. When the scan is done with
+    two blocks, their owner is told."""
+    own: gl.constexpr = own_places(T)
+    work = begin_item(deal, first, False, T)
+    rank = rank_of(T)
+    steps = work.steps - 2 * (1 - rank)  # from the first of those groups on
+    for n in range(own_groups(work, 1 - rank, T) + 1):
+        for half in gl.static_range(2):
+            step = 4 * n + half
+            if step - 4 < steps:
+                mbarrier.wait(ring.empty.index(2 * own + half), (n & 1) ^ 1)
+                if n > 0:
+                    release((n - 1) % own, half, rank, T)
+            if step < steps:
+                full = ring.ready.index(own + half)
+                row = work.start + 32 * (step + 2 * (1 - rank))
+                request(ring, src, work, 2 * own + half, row, full, copied_bytes(T), "v", 0, T)
+
+
+@gluon.jit
+def send_role(ring, deal, first, T: gl.constexpr):
+    """Copy the groups that this block prepares to the other, as soon as they are ready and their place there is free. The block does not
+    end before the other is done with all of them."""
+    own: gl.constexpr = own_places(T)
+    work = begin_item(deal, first, False, T)
+    rank = rank_of(T)
+    groups = own_groups(work, rank, T)
+    for n in range(groups + 1):
+        if n < groups:
+            mbarrier.wait(ring.ready.index(n % own), (n // own) & 1)
+        before = gl.maximum(n - 1, 0)
+        for half in gl.static_range(2):
+            step = 4 * n + 2 * rank + half
+            if step - 4 < work.steps:
+                mbarrier.wait(ring.empty.index(2 * (before % own) + half), (before // own) & 1, pred=n > 0)
+            if step < work.steps:
+                send(n % own, half, rank, T)
 
 
 @gluon.jit
@@ -197,7 +242,8 @@ def prepare_group(ring, src, work, group, at, beta, consts, T: gl.constexpr):
     read = ring.read._reinterpret(gl.float32, [groups, T.wide, 16], plain_shared(2)).index(at)
     write = ring.write._reinterpret(gl.float32, [groups, T.wide, 16], plain_shared(2)).index(at)
     valid = work.end - work.start - group * (16 * T.wide)
-    if (valid < 16 * T.wide) & (valid % 16 != 0):  # blocks past the end are not read
+    together: gl.constexpr = 32 if T.form == "steps" else 16  # rows that the scan reads at once, some of which may lie past the end
+    if (valid < 16 * T.wide) & (valid % together != 0):
         clear_rows(ring.kq, at, valid, 0.0, 32, K, T)
         clear_rows(ring.g, at, valid, neutral_gate(T), 16, K, T)
         clear_rows(ring.v, at, valid, 0.0, 16, T.R, T)
@@ -209,6 +255,10 @@ def prepare_group(ring, src, work, group, at, beta, consts, T: gl.constexpr):
     if T.form == "product":
         product_tiles(ring, at, consts, T)
         kk, qk = scores(kq, ki, T)
+    elif T.form == "steps":
+        up = step_tiles(ring, at, consts, T)
+        kk, qk = scores(kq, ki, T)
+        across = cross_scores(ring, at, up, T)
     elif T.form == "halves":
         kk, qk = half_tiles(ring, at, consts, T)
     else:
@@ -220,22 +270,32 @@ def prepare_group(ring, src, work, group, at, beta, consts, T: gl.constexpr):
     tz.slice(0, 16, dim=1).store(T0)
     if T.outputs:
         tz.slice(16, 16, dim=1).store(ZT0)
+    if T.form == "steps":
+        cross_blocks(ring, at, across, T)
     fence_async_shared()
 
 
 @gluon.jit
 def prep_item(ring, src, work, before, first, T: gl.constexpr):
-    """Groups first, first + preps, ... of the item"""
-    groups: gl.constexpr = T.groups
+    """Groups first, first + preps, ... of those of the item that this block prepares"""
+    own: gl.constexpr = own_places(T)
+    sharers: gl.constexpr = 2 if T.cluster else 1
+    rank = rank_of(T)
     preps: gl.constexpr = T.preps
-    consts = half_constants(src, work, T) if T.form == "halves" else decay_constants(src, work, T)
-    raw, live = load_beta(src, work, first + work.steps * 0)
-    for turn in range((group_count(work.steps, T) + preps - 1 - first) // preps):
-        group = turn * preps + first
-        at = (before + group) % groups
-        phase = ((before + group) // groups) & 1
+    if T.form == "halves":
+        consts = half_constants(src, work, T)
+    elif T.form == "steps":
+        consts = step_constants(src, work, T)
+    else:
+        consts = decay_constants(src, work, T)
+    raw, live = load_beta(src, work, sharers * first + rank + work.steps * 0)
+    for turn in range((own_groups(work, rank, T) + preps - 1 - first) // preps):
+        n = turn * preps + first
+        group = sharers * n + rank
+        at = (before + n) % own
+        phase = ((before + n) // own) & 1
         beta = activate_beta(raw, live, T)
-        raw, live = load_beta(src, work, group + preps)  # a turn ahead: nothing waits for it
+        raw, live = load_beta(src, work, group + sharers * preps)  # a turn ahead: nothing waits for it
         mbarrier.wait(ring.full.index(at), phase)
         prepare_group(ring, src, work, group, at, beta, consts, T)
         mbarrier.arrive(ring.ready.index(at), count=1)

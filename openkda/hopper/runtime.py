@@ -18,6 +18,7 @@ import torch
 import triton
 
 from openkda.hopper import kept
+from openkda.hopper.cluster import check_addresses
 from openkda.hopper.compat import Loaded, MockTensor, TensorDescriptor, gl, loaded, tell
 from openkda.hopper.driver import MAP_BYTES, Call, Parameters, prepared, tensor_map
 from openkda.hopper.driver import launch as run
@@ -61,6 +62,7 @@ class Launch:
     constants: tuple
     num_warps: int
     pdl: bool = False
+    cluster: bool = False  # every two blocks along the grid's y are one; the first constant is their Tiles
     registers: int | None = None  # at most so many a thread
 
     @property
@@ -84,7 +86,10 @@ class Launch:
         """Triton's compiled kernel, from its caches where it is there"""
         args = [x.descriptor() if isinstance(x, Matrix) else MockTensor(x.dtype) if isinstance(x, Pointer) else x for x in self.args]
         options = dict(num_warps=self.num_warps, launch_pdl=self.pdl, maxnreg=self.registers)
-        return self.kernel.warmup(*args, *self.constants, grid=self.grid, **options)
+        kernel = self.kernel.warmup(*args, *self.constants, grid=self.grid, **options)
+        if self.cluster:
+            check_addresses(kernel.asm["ttgir"], self.constants[0])
+        return kernel
 
     def parameters(self) -> Parameters:
         """The kernel's parameters: None and constants are none, a tensor map comes with its sizes and strides, and two addresses of scratch
@@ -122,7 +127,8 @@ class Ready(NamedTuple):
             elif x is not None:
                 values.append(addresses[x.operand] + x.offset if isinstance(x, Pointer) else x)
         memory = self.parameters.pack([*values, 0, 0])
-        return prepared(self.loaded.function, self.launch.grid, self.loaded.threads, self.loaded.shared, self.launch.pdl, stream, memory)
+        x, kernel = self.launch, self.loaded
+        return prepared(kernel.function, x.grid, kernel.threads, kernel.shared, x.pdl, x.cluster, stream, memory)
 
 
 # Kernels that are long in the compiler once Python is done with them, 3.6 to 1.2 seconds on one core: the longest first.

@@ -13,10 +13,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from openkda.hopper.cluster import group_place, rank_of
 from openkda.hopper.compat import fence_async_shared, gl, gluon, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from openkda.hopper.entries import store_entry
 from openkda.hopper.own import read_verdict
-from openkda.hopper.segments import DROP_BITS, locate, next_item, read_row
+from openkda.hopper.segments import DROP_BITS
 from openkda.hopper.tiles import group_count, group_layout, to_f32
 
 
@@ -91,7 +92,6 @@ def last_state(states, S, work, HV, first: gl.constexpr, T: gl.constexpr):
 def store_rows(out, o, row, c, work, HV, T: gl.constexpr):
     """Store 16 rows of o, a tuple of [rows, 16]: by the copy engine where all belong to this segment, masked at its end"""
     V: gl.constexpr = T.V
-    L: gl.constexpr = group_layout(16, gl.num_warps())
     rows: gl.constexpr = o[0].shape[0]
     if row + 16 <= work.end:
         tile = out.tile.index(c)
@@ -101,11 +101,20 @@ def store_rows(out, o, row, c, work, HV, T: gl.constexpr):
         fence_async_shared()
         tma.async_copy_shared_to_global(out.desc, [row, work.head * V + work.row0], tile)
     else:
-        token = row + gl.arange(0, 16, layout=gl.SliceLayout(0, L))[None, :]
-        r = gl.arange(0, rows, layout=gl.SliceLayout(1, L))[:, None]
-        for h in gl.static_range(len(o)):
-            at = (token.to(gl.int64) * HV + work.head) * V + work.row0 + rows * h + r
-            gl.store(out.ptr + at, o[h], mask=token < work.end)
+        store_live_rows(out, o, row, work, HV, T)
+
+
+@gluon.jit
+def store_live_rows(out, o, row, work, HV, T: gl.constexpr):
+    """Store what of 16 rows of o belongs to this segment"""
+    V: gl.constexpr = T.V
+    L: gl.constexpr = group_layout(16, gl.num_warps())
+    rows: gl.constexpr = o[0].shape[0]
+    token = row + gl.arange(0, 16, layout=gl.SliceLayout(0, L))[None, :]
+    r = gl.arange(0, rows, layout=gl.SliceLayout(1, L))[:, None]
+    for h in gl.static_range(len(o)):
+        at = (token.to(gl.int64) * HV + work.head) * V + work.row0 + rows * h + r
+        gl.store(out.ptr + at, o[h], mask=token < work.end)
 
 
 @gluon.jit
@@ -134,6 +143,18 @@ def halves(x):
 @gluon.jit
 def load_values(ring, b, h: gl.constexpr, rows: gl.constexpr):
     return ring.v.index(b).slice(rows * h, rows, dim=1).permute((1, 0)).load(group_layout(16, gl.num_warps()))
+
+
+@gluon.jit
+def live_values(ring, b, left, T: gl.constexpr):
+    """v of block b, of which `left` rows belong to the item; in a cluster the rows past the end are clear in a block's own groups alone"""
+    R: gl.constexpr = T.R
+    v = load_values(ring, b, 0, R)
+    if T.cluster:
+        if left < 16:
+            row = gl.arange(0, 16, layout=gl.SliceLayout(0, group_layout(16, gl.num_warps())))
+            v = gl.where(row[None, :] < left, v, 0.0)
+    return v
 
 
 @gluon.jit
@@ -241,13 +262,20 @@ def scan_rows(ring, before, out, states, work, segment, HV, NS, T: gl.constexpr)
     row = work.start - 16 * T.wide * before
     S = first_state(states, segment, work, HV, 0, R, T)
     o = gl.zeros([R, 16], out.tile.dtype, L16)
+    rank = rank_of(T)
     for n in range(first, stop):
-        b = n % blocks
-        if n % T.wide == 0:
-            mbarrier.wait(ring.ready.index(b // T.wide), (n // blocks) & 1)
+        if T.cluster:
+            at, phase = group_place(n // 4, rank, T)
+            b = 4 * at + n % 4
+            if (n % 4 == 0) | ((n % 4 == 2) & (at == T.groups - 1)):
+                mbarrier.wait(ring.ready.index(at + n % 4 // 2), phase)
+        else:
+            b = n % blocks
+            if n % T.wide == 0:
+                mbarrier.wait(ring.ready.index(b // T.wide), (n // blocks) & 1)
         XO = start_read(ring, b, S)
         store_entry(states, S, row + 16 * n, work, HV, 0, T)
-        v = load_values(ring, b, 0, R)
+        v = live_values(ring, b, work.end - (row + 16 * n), T)
         read = ring.read.index(b).load(L16)
         if n > first:
             store_rows(out, (o,), row + 16 * (n - 1), n & 1, work, HV, T)
@@ -265,6 +293,11 @@ def scan_rows(ring, before, out, states, work, segment, HV, NS, T: gl.constexpr)
             S = S * decay
         if n % 2 == 1:
             mbarrier.arrive(ring.empty.index(b // 2), count=1)
+    if T.cluster:
+        if stop % 2 == 1:  # the other block waits for every step
+            gl.thread_barrier()
+            at, phase = group_place(stop // 4, rank, T)
+            mbarrier.arrive(ring.empty.index(2 * at + stop % 4 // 2), count=1)
     if stop > first:
         store_rows(out, (o,), row + 16 * (stop - 1), stop & 1, work, HV, T)
     end_item(ring, stop, before, work, T)
@@ -339,32 +372,6 @@ def scan_two_rows(ring, before, out, states, known_ptr, verdict, work, segment, 
     tma.store_wait(0)
     last_state(states, S0, work, HV, 0, T)
     last_state(states, S1, work, HV, 64, T)
-
-
-@gluon.jit
-def forward_item(ring, before, out, states, sink, verdict, work, segment, HV, NS, T: gl.constexpr):
-    """An item, when `before` groups have been in the ring"""
-    if T.R == 64:
-        scan_rows(ring, before, out, states, work, segment, HV, NS, T)
-    else:
-        scan_two_rows(ring, before, out, states, sink.known_ptr, verdict, work, segment, HV, NS, T)
-
-
-@gluon.jit
-def forward_scan(ring, out, states, sink, deal, queue, verdict, work, segment, HV, NS, T: gl.constexpr):
-    if T.split == "turns":
-        before = 0
-        turn = 0
-        item = gl.program_id(0)
-        while item < deal.items:
-            forward_item(ring, before, out, states, sink, verdict, work, segment, HV, NS, T)
-            before += group_count(work.steps, T)
-            item = next_item(deal, queue, item, turn, False)
-            turn += 1
-            if item < deal.items:
-                work = locate(deal, read_row(deal, item), False, T)
-    else:
-        forward_item(ring, 0, out, states, sink, verdict, work, segment, HV, NS, T)
 
 
 @gluon.constexpr_function

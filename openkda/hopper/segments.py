@@ -17,6 +17,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from openkda.hopper.cluster import meet
 from openkda.hopper.compat import gdc_launch_dependents, gdc_wait, gl, gluon, mbarrier
 from openkda.hopper.tiles import Work, plain_shared
 
@@ -198,6 +199,8 @@ def begin_item(deal, first, writes: gl.constexpr, T: gl.constexpr):
     """The work of the block's first item, for one of its roles, from what the block hands over: its row, or with T.located its work. A role
     itself waits for the end of the launches before: the row, barriers and the hand-over, which read nothing that a launch writes, are done
     by then. `writes`: this role tells what it finds"""
+    if T.cluster:
+        meet()
     if T.located:
         return first
     else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from openkda.hopper.cluster import EMPTY, READY, SCALES, own_places
 from openkda.hopper.compat import gl, gluon, mbarrier
 
 LOG2E = gl.constexpr(1.4426950408889634)
@@ -225,6 +226,7 @@ class Ring(NamedTuple):
     ki: object  # [blocks, 16, K], or the first of twice as many rows: k / exp(G) or kg, in the bytes of g
     v: object  # [blocks, 16, R]
     tz: object  # [blocks, 32, 16] (T0, Z T0)
+    cross: object  # [blocks / 2, 32, 16], steps.py; else tz
     decay: object  # [blocks, 1, K] fp32 exp(G_C)
     read: object  # [blocks, 1, 16] fp32 -r_k
     write: object  # [blocks, 1, 16] fp32 scale r_q
@@ -241,6 +243,15 @@ def group_count(steps, T: gl.constexpr):
 
 
 @gluon.jit
+def own_groups(work, rank, T: gl.constexpr):
+    """How many of an item's groups the block prepares; in a cluster, the one of that rank"""
+    if T.cluster:
+        return (group_count(work.steps, T) + 1 - rank) // 2
+    else:
+        return group_count(work.steps, T)
+
+
+@gluon.jit
 def make_ring(src, T: gl.constexpr):
     K: gl.constexpr = T.K
     R: gl.constexpr = T.R
@@ -254,18 +265,22 @@ def make_ring(src, T: gl.constexpr):
     ki = g._reinterpret(dtype, [blocks, g_bits, K], tile_layout(16))
     v = gl.allocate_shared_memory(dtype, [blocks, 16, R], tile_layout(16))
     tz = gl.allocate_shared_memory(dtype, [blocks, 32, 16], tile_layout(16, 32))
+    cross = gl.allocate_shared_memory(dtype, [blocks // 2, 32, 16], tile_layout(16, 32)) if T.form == "steps" else tz
     decay = gl.allocate_shared_memory(gl.float32, [blocks, 1, K], plain_shared(2))
-    read = gl.allocate_shared_memory(gl.float32, [blocks, 1, 16], plain_shared(2))
-    write = gl.allocate_shared_memory(gl.float32, [blocks, 1, 16], plain_shared(2))
+    scales: gl.constexpr = SCALES if T.cluster else blocks
+    read = gl.allocate_shared_memory(gl.float32, [scales, 1, 16], plain_shared(2))
+    write = gl.allocate_shared_memory(gl.float32, [scales, 1, 16], plain_shared(2))
     full = gl.allocate_shared_memory(gl.int64, [groups, 1], mbarrier.MBarrierLayout())
-    ready = gl.allocate_shared_memory(gl.int64, [groups, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [blocks // 2, 1], mbarrier.MBarrierLayout())
+    ready = gl.allocate_shared_memory(gl.int64, [READY if T.cluster else groups, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [EMPTY if T.cluster else blocks // 2, 1], mbarrier.MBarrierLayout())
     for s in gl.static_range(blocks // 2):
-        mbarrier.init(empty.index(s), count=1)
+        mbarrier.init(empty.index(s), count=2 if T.cluster and s < 2 * own_places(T) else 1)
     for s in gl.static_range(groups):
         mbarrier.init(full.index(s), count=T.wide // 2 * (4 if T.outputs else 3))
         mbarrier.init(ready.index(s), count=1)
-    return Ring(kq, g, ki, v, tz, decay, read, write, full, ready, empty)
+    if T.cluster:
+        mbarrier.init(ready.index(groups), count=1)
+    return Ring(kq, g, ki, v, tz, cross, decay, read, write, full, ready, empty)
 
 
 @gluon.jit
