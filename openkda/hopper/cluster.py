@@ -16,8 +16,8 @@ from __future__ import annotations
 
 from openkda.hopper.compat import buffer_offsets, gl, gluon
 
-# `ready` and `empty` in barriers, `read` and `write` in blocks are allocated larger than anything that the compiler adds, at most 2 KB for the
-# stores of chunk-entry states, so that their places in the order of sizes are known.
+# `ready` and `empty` in barriers, `read` and `write` in blocks are allocated larger than anything that the compiler adds, at most 2 KB for
+# the stores of chunk-entry states, so that their places in the order of sizes are known.
 READY = gl.constexpr(300)
 EMPTY = gl.constexpr(290)
 SCALES = gl.constexpr(36)
@@ -34,7 +34,8 @@ def addresses(T):
     """Buffers of the ring and their bytes from the beginning of shared memory"""
     blocks = T.wide * T.groups
     sizes = dict(kq=64 * T.K, g=32 * T.K, v=32 * T.R, tz=1024, cross=512 * (T.form == "steps"), decay=4 * T.K)  # of a block
-    sizes = {name: blocks * size for name, size in sizes.items()} | dict(out=64 * T.R, ready=8 * 300, empty=8 * 290, read=64 * 36, write=64 * 36)
+    sizes = {name: blocks * size for name, size in sizes.items()}
+    sizes |= dict(out=64 * T.R, ready=8 * READY.value, empty=8 * EMPTY.value, read=64 * SCALES.value, write=64 * SCALES.value)
     at, found = 0, {}
     for name, size in sizes.items():
         found |= {name: at} if size else {}
