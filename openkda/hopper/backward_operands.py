@@ -184,6 +184,49 @@ def level_products(buf, G, nq, nk, L: gl.constexpr):
     return S
 
 
+@gluon.jit
+def request(maps, buf, first, head, group, F: gl.constexpr):
+    """q, k and g of a chunk on their way"""
+    mbarrier.expect(buf.inputs, maps.q.block_type.nbytes + maps.k.block_type.nbytes + maps.g.block_type.nbytes)
+    tma.async_copy_global_to_shared(maps.g, [first, head * F.K], buf.inputs, buf.g)
+    tma.async_copy_global_to_shared(maps.q, [first, head // group * F.K], buf.inputs, buf.qk.slice(0, 32, dim=0))
+    tma.async_copy_global_to_shared(maps.k, [first, head // group * F.K], buf.inputs, buf.qk.slice(32, 32, dim=0))
+
+
+@gluon.jit
+def decayed_tiles(buf, up, nq, nk, scale, shift, length, F: gl.constexpr, L: gl.constexpr):
+    """qx, qg, kx and ky into their places; ky in fp32 [K, 32]. up: 2^(G + shift)"""
+    q = buf.qk.slice(0, 32, dim=0).permute((1, 0))
+    k = buf.qk.slice(32, 32, dim=0).permute((1, 0))
+    query = widen(q.load(L)) * nq[None, :] * up
+    q.store(to_bf16(query))
+    query *= scale * ex2(-shift)
+    if not F.l2norm:
+        token = gl.arange(0, 32, layout=gl.SliceLayout(0, L))
+        query *= gl.where(token < length, 1.0 / nq, 0.0)[None, :]
+    buf.qg.permute((1, 0)).store(to_bf16(query))
+    key = widen(k.load(L)) * nk[None, :]
+    k.store(to_bf16(key * up))
+    key *= inverse(up)
+    buf.ky.permute((1, 0)).store(to_bf16(key))
+    return key
+
+
+@gluon.jit
+def times_keys(buf, T, F: gl.constexpr, L: gl.constexpr):
+    """kx^T T^T [K, 32] of T's quarters [4, 16, 16], fp32 in two parts; all other use of qx is over"""
+    K: gl.constexpr = F.K
+    high = to_bf16(T)
+    buf.high._reinterpret(high.dtype, [4, 16, 16], quarters()).store(high)
+    buf.low._reinterpret(high.dtype, [4, 16, 16], quarters()).store(to_bf16(T - widen(high)))
+    fence_async_shared()
+    gl.thread_barrier()
+    k = buf.qk.slice(32, 32, dim=0).permute((1, 0))
+    w = warpgroup_mma(k, buf.high.permute((1, 0)), gl.zeros([K, 32], gl.float32, L), use_acc=False, is_async=True)
+    w = warpgroup_mma(k, buf.low.permute((1, 0)), w, is_async=True)
+    return warpgroup_mma_wait(0, deps=(w,))
+
+
 @gluon.jit(do_not_specialize=["HV", "group", "beta_row"], do_not_specialize_on_alignment=["beta_ptr"])
 def prepare_operands_kernel(
     q_desc, k_desc, g_desc, w_desc, kg_desc, qg_desc, Aqk_desc,  # as Maps
@@ -206,10 +249,7 @@ def prepare_operands_kernel(
         cut = gl.load(cut_ptr + entry)
         length = gl.where(cut < 32, length, 0)
     if length > 0:
-        mbarrier.expect(buf.inputs, maps.q.block_type.nbytes + maps.k.block_type.nbytes + maps.g.block_type.nbytes)
-        tma.async_copy_global_to_shared(maps.g, [first, head * K], buf.inputs, buf.g)
-        tma.async_copy_global_to_shared(maps.q, [first, head // group * K], buf.inputs, buf.qk.slice(0, 32, dim=0))
-        tma.async_copy_global_to_shared(maps.k, [first, head // group * K], buf.inputs, buf.qk.slice(32, 32, dim=0))
+        request(maps, buf, first, head, group, F)
         channel = gl.arange(0, K, layout=gl.SliceLayout(1, L))
         token = gl.arange(0, 32, layout=gl.SliceLayout(0, L))
         _, _, slope, offset, factor = gate_constants(*load_gate(A_log_ptr, dt_bias_ptr, head, channel, F), lower_bound, F)
@@ -247,7 +287,6 @@ def prepare_operands_kernel(
         flat = buf.norms._reinterpret(gl.float32, [64], plain_shared(1))
         nq = flat.slice(0, 32, dim=0).load(gl.SliceLayout(0, L))
         nk = flat.slice(32, 32, dim=0).load(gl.SliceLayout(0, L))
-        q = buf.qk.slice(0, 32, dim=0).permute((1, 0))
         k = buf.qk.slice(32, 32, dim=0).permute((1, 0))
         if F.levels:
             S = level_products(buf, G, nq, nk, L)
@@ -255,17 +294,7 @@ def prepare_operands_kernel(
             k.store(to_bf16(key * up))
             key *= ex2(last[:, None] - G)
         else:
-            query = widen(q.load(L)) * nq[None, :] * up
-            q.store(to_bf16(query))
-            query *= scale * ex2(-shift)
-            if not F.l2norm:
-                query *= gl.where(token < length, 1.0 / nq, 0.0)[None, :]
-            buf.qg.permute((1, 0)).store(to_bf16(query))
-            key = widen(k.load(L)) * nk[None, :]
-            k.store(to_bf16(key * up))
-            key *= inverse(up)
-            buf.ky.permute((1, 0)).store(to_bf16(key))
-            key *= ex2(last + shift)[:, None]
+            key = decayed_tiles(buf, up, nq, nk, scale, shift, length, F, L) * ex2(last + shift)[:, None]
         if not F.l2norm:
             key *= gl.where(token < length, 1.0 / nk, 0.0)[None, :]
         buf.kg.permute((1, 0)).store(to_bf16(key))
@@ -303,15 +332,7 @@ def prepare_operands_kernel(
         T *= half
         if not F.l2norm:
             T *= gl.where(column < length, 1.0 / gl.load(norms_ptr + 32 + column), 0.0)
-        high = to_bf16(T)
-        buf.high._reinterpret(high.dtype, [4, 16, 16], quarters()).store(high)
-        buf.low._reinterpret(high.dtype, [4, 16, 16], quarters()).store(to_bf16(T - widen(high)))
-        fence_async_shared()
-        gl.thread_barrier()
-        w = warpgroup_mma(k, buf.high.permute((1, 0)), gl.zeros([K, 32], gl.float32, L), use_acc=False, is_async=True)
-        w = warpgroup_mma(k, buf.low.permute((1, 0)), w, is_async=True)
-        w = warpgroup_mma_wait(0, deps=(w,))
-        w = to_bf16(w * -half)
+        w = to_bf16(times_keys(buf, T, F, L) * -half)
         if F.levels:
             gl.store(w_ptr + (entry.to(gl.int64) * 32 + token[None, :]) * K + channel[:, None], w, mask=(token >= cut)[None, :])
         else:
