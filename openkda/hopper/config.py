@@ -133,7 +133,7 @@ class Costs:
     turn: float = 5.0  # from an item to the next; where each block takes one, a start
     half_start: float = 12.5
     apart: float = 1.14  # how much longer a step of V in two takes where its blocks do not share their preparation
-    own_start: float = 9.5  # of a forward block with its own tail
+    own_start: float = 6.9  # of a forward block with its own tail
     entry_start: float = 13.5  # of one that reads its entry state
     tail_start: float = 6.0  # of the pass over the tails
     summary_start: float = 11.0  # of the pass over segments, which writes (b, M)
@@ -146,10 +146,10 @@ class Costs:
         return replace(self, **{name: factor * getattr(self, name) for name in ("full", "half", "own", "state")})
 
 
-PRODUCT = Costs(full=1.83, half=1.15, own=1.8, state=2.33)
+PRODUCT = Costs(full=1.83, half=1.15, own=2.45, state=2.33)
 COSTS = {
-    "product": PRODUCT, "halves": replace(PRODUCT.slower(1.18), half=1.32, state=3.15, turn=11.6),
-    "levels": replace(PRODUCT.slower(2.85), half=2.5, apart=1.5, turn=11.6),
+    "product": PRODUCT, "halves": replace(PRODUCT.slower(1.18), half=1.32, own=3.0, own_start=8.0, state=3.15, turn=11.6),
+    "levels": replace(PRODUCT.slower(2.85), half=2.5, own=5.1, own_start=9.5, apart=1.5, turn=11.6),
 }  # fmt: skip
 WORTH = 0.95  # of the time of an unsplit run: what a cut must promise
 
