@@ -7,6 +7,7 @@ from torch.utils.checkpoint import checkpoint
 
 from openkda import chunk_kda, fused_recurrent_kda, kda_decode, kda_fused_decode, kda_prefill
 from openkda.custom_ops import chunk_kda_op
+from openkda.layer import KimiDeltaAttention
 from openkda.portable.gated_norm import gated_norm
 from openkda.portable.short_conv import silu_conv
 from openkda.testing import REGIMES, make_case
@@ -161,6 +162,21 @@ def test_the_layers_kernels_refuse_second_gradients(device):
     stream, taps = torch.randn(1, 9, 8, device=device).requires_grad_(), torch.randn(8, 1, 4, device=device).requires_grad_()
     dx = torch.autograd.grad(silu_conv(stream, taps, None).sum(), stream, create_graph=True)[0]
     refused(device, lambda: torch.autograd.grad(dx.sum(), taps, allow_unused=True), "short convolution", "CPU")
+
+
+def test_a_whole_layer():
+    """torch.func over a layer's parameters: its gradients are autograd's, its jvp their product with the direction."""
+    torch.manual_seed(0)
+    layer = KimiDeltaAttention(24, 2, 8).double()
+    x = torch.randn(2, 9, 24, dtype=torch.float64)
+    parameters = dict(layer.named_parameters())
+    loss = lambda p: torch.func.functional_call(layer, p, (x,)).square().sum()
+    detached = {name: p.detach() for name, p in parameters.items()}
+    found, expected = torch.func.grad(loss)(detached), torch.autograd.grad(loss(parameters), list(parameters.values()))
+    direction = {name: torch.randn_like(p) for name, p in detached.items()}
+    slope = torch.func.jvp(loss, (detached,), (direction,))[1]
+    assert all(torch.allclose(a, b) for a, b in zip(found.values(), expected, strict=True))
+    assert torch.allclose(slope, sum((a * b).sum() for a, b in zip(expected, direction.values(), strict=True)))
 
 
 def serving(device):
