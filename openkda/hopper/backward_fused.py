@@ -33,7 +33,6 @@ import torch
 from openkda.hopper.backward_prepare import SPAN, C, half_span
 from openkda.hopper.backward_tiles import (
     DEAD,
-    add_up,
     both_sums,
     bounds,
     clear_rows,
@@ -56,6 +55,7 @@ from openkda.hopper.backward_tiles import (
     to_bf16,
     token_decay,
     widen,
+    without_norms,
 )
 from openkda.hopper.compat import fence_async_shared, gl, gluon, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from openkda.hopper.launch import dense, packed_rows
@@ -258,6 +258,26 @@ def divide_by_decay(buf, nq, nk, slope, offset, factor, shift, L: gl.constexpr, 
 
 
 @gluon.jit
+def over_size(sum_q, read, written, per_size, last, norms, length, scale, shift, L: gl.constexpr, F: gl.constexpr):
+    """The state's parts of dq and dk over size and the factor of their tile, x or y; without one of a written key where it is kept apart"""
+    K: gl.constexpr = F.K
+    unit = ex2(-shift)  # per_size first: the factors' own products may leave fp32's range
+    sum_q = sum_q * per_size * (unit * scale)
+    read = read * per_size * -unit
+    if F.any:
+        written = gl.zeros([K, 32], gl.float32, L)
+    else:
+        written = written * per_size * ex2(last + shift)[:, None]
+    if not F.l2norm:
+        token = gl.arange(0, 32, layout=gl.SliceLayout(0, L))
+        per_q = gl.where(token < length, 1.0 / gl.load(norms + token), 0.0)[None, :]
+        per_k = gl.where(token < length, 1.0 / gl.load(norms + 32 + token), 0.0)[None, :]
+        sum_q *= per_q
+        read *= per_k
+    return sum_q, read, written
+
+
+@gluon.jit
 def add_pairs(buf, sum_q, read, written, ky, L: gl.constexpr):
     """The three sums [K, 32], (6), with their pairs"""
     dZ = buf.pairs.slice(0, 32, dim=0)
@@ -351,18 +371,7 @@ def fused_gradients_kernel(
 
         # Gradients over size and the tile's factor: dq = up sum_q, dk = up read + down written.
         # 2^G = up 2^-shift, 2^(G_C - G) = down 2^(G_C + shift).
-        unit = ex2(-shift)  # per_size first: the factors' own products may leave fp32's range
-        sum_q = sum_q * per_size * (unit * scale)
-        read = read * per_size * -unit
-        if F.any:
-            written = zero
-        else:
-            written = written * per_size * ex2(last + shift)[:, None]
-        if not F.l2norm:
-            per_q = gl.where(token < length, 1.0 / gl.load(norms + token), 0.0)[None, :]
-            per_k = gl.where(token < length, 1.0 / gl.load(norms + 32 + token), 0.0)[None, :]
-            sum_q *= per_q
-            read *= per_k
+        sum_q, read, written = over_size(sum_q, read, written, per_size, last, norms, length, scale, shift, L, F)
         if not F.any:
             rho = ex2(last) * rho + gl.sum(widen(ky) * written, 1) * size
         sum_q, read, written = add_pairs(buf, sum_q, read, written, ky, L)
@@ -383,12 +392,7 @@ def fused_gradients_kernel(
             both_sums(buf.sums, along_q, by_reading + lost)
         dg = sums_from_last(dG) * size
         if F.l2norm:
-            gl.thread_barrier()
-            add_up(buf.totals, buf.sums)
-            gl.thread_barrier()
-            # The tiles first: x reaches 2^116, and sums over size are large where the chunk has no pairs to speak of.
-            sum_q -= widen(buf.q.permute((1, 0)).load(L)) * inverse(up) * buf.along[0].load(gl.SliceLayout(0, L))[None, :]
-            dk -= widen(ky) * up * buf.along[1].load(gl.SliceLayout(0, L))[None, :]
+            sum_q, dk = without_norms(buf, sum_q, dk, ky, up, L)
         dq = sum_q * (buf.norms.index(0).load(gl.SliceLayout(0, L)) * size)[None, :]
         dk *= (buf.norms.index(1).load(gl.SliceLayout(0, L)) * size)[None, :]
         store_tiles((dq, dk), (dq_desc, dk_desc), (dq_ptr, dk_ptr), (buf.dq, buf.dk), first, length, head, HV, K)

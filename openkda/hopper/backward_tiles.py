@@ -211,6 +211,18 @@ def add_up(totals, sums):
 
 
 @gluon.jit
+def without_norms(buf, dq, dk, ky, up, L: gl.constexpr):
+    """dq and dk [K, 32] without their parts along the rows that were normalised, whose sums over channels are in buf.sums"""
+    gl.thread_barrier()
+    add_up(buf.totals, buf.sums)
+    gl.thread_barrier()
+    # The tiles first: x reaches 2^116, and sums over size are large where the chunk has no pairs to speak of.
+    dq -= widen(buf.q.permute((1, 0)).load(L)) * inverse(up) * buf.along[0].load(gl.SliceLayout(0, L))[None, :]
+    dk -= widen(ky) * up * buf.along[1].load(gl.SliceLayout(0, L))[None, :]
+    return dq, dk
+
+
+@gluon.jit
 def total_sums(buf, part: gl.constexpr, L: gl.constexpr):
     """The sums over all channels, [32]"""
     sums = buf.sums.index(part)
