@@ -8,6 +8,7 @@ from offline import SHARED_LIMIT, in_subprocess
 
 from openkda import chunk_kda, hopper, testing, torch_backend
 from openkda.autograd import TENSORS
+from openkda.hopper.backward_tiles import divider
 from openkda.hopper.gradients import gradients
 from openkda.testing import (
     Case,
@@ -307,6 +308,15 @@ def test_through_chunk_kda(device, regime, bounded, dtype):
     torch.autograd.backward(chunk_kda(**args, backend="hopper"), cotangents(case))
     for triple in gradient_triples(case, {n: args[n].grad for n in TENSORS if n != "A_log"}):
         assert_close(*triple)
+
+
+@pytest.mark.parametrize("d", [1, 2, 3, 7, 32, 96, 641, 65535, 65536, 2**31 - 1])
+def test_division_by_a_multiplication(d):
+    """What `quotient` computes on the device, in Python's integers"""
+    multiplier, shift = divider(d)
+    assert 0 <= multiplier < 2**31
+    for n in {k for at in (0, d, 2 * d, 1000 * d, 2**31) for k in range(at - 2, at + 3) if 0 <= k < 2**31}:
+        assert (2 * n * (multiplier + 2**31) >> 32) >> shift == n // d
 
 
 def test_the_backend_keeps_its_functions():
