@@ -239,6 +239,19 @@ def test_large_gradients_stay_finite(device):
         assert other.isfinite().all() and relative_error(other * 2.0**-30, one) < 1e-3
 
 
+@pytest.mark.parametrize("bounded", [True, False])
+def test_chunks_with_hardly_any_pairs_stay_finite(device, bounded):
+    """What is over the size of a chunk's pairs is large there: in a last chunk of one row under the final state's gradient alone, and where
+    every beta is zero. An L2 norm's sums must not meet a factor of 2^116 before the rows that undo it."""
+    case = small("mixed", device, T=33, bounded=bounded)
+    dS = cotangents(case)[1]
+    problem, inputs = case.described()
+    found = gradients(problem, inputs, (True,) * 8, torch.zeros_like(inputs.v), None, dS)
+    assert all(x.isfinite().all() for x in found)
+    case.args["beta"].fill_(-200.0)
+    assert all(x.isfinite().all() for x in run(case).values())
+
+
 def test_repeated_runs_are_equal(device):
     case = small("init", device, lengths=(40, 3, 70), H=1, HV=2)
     first, second = run(case), run(case)
