@@ -84,8 +84,10 @@ def base_tiles(problem: Problem, shape: dict, **changes: object) -> Tiles:
     tiles = replace(tiles, located=form == "halves" and tiles.outputs and tiles.R == 128 and tiles.split != "tails")
     per_group = group_bytes(tiles, p.gate_dtype.itemsize)
     tiles = replace(tiles, groups=min(tiles.groups, (SHARED_BYTES - 2 * BLOCK * tiles.R * 2 - RESERVED_BYTES) // per_group))
-    # Two blocks that share a head share its preparation where a place of the ring can be spared. Blocks that take turns do not.
-    if tiles.outputs and 2 * tiles.R == p.V == p.K and tiles.split in ("none", "whole") and tiles.groups == 3:
+    # Two blocks that share a head share its preparation where a place of the ring can be spared. Blocks that take turns do not, and a launch
+    # that takes over what segments could not do keeps their arithmetic: which of the two writes a row depends on later tokens.
+    exact = tiles.split == "none" or tiles.split == "whole" and form != "product"
+    if tiles.outputs and 2 * tiles.R == p.V == p.K and exact and tiles.groups == 3:
         tiles = replace(tiles, cluster=True, preps=1, prep_regs=168, form="steps" if form == "product" else form)
     return tiles
 
@@ -133,6 +135,7 @@ class Costs:
     turn: float = 5.0  # from an item to the next; where each block takes one, a start
     half_start: float = 12.5
     apart: float = 1.14  # how much longer a step of V in two takes where its blocks do not share their preparation
+    whole: float = 1.0  # the same for the launch of what segments could not do
     own_start: float = 6.9  # of a forward block with its own tail
     entry_start: float = 13.5  # of one that reads its entry state
     tail_start: float = 6.0  # of the pass over the tails
@@ -148,7 +151,7 @@ class Costs:
 
 PRODUCT = Costs(full=1.83, half=1.15, own=2.45, state=2.33)
 COSTS = {
-    "product": PRODUCT, "halves": replace(PRODUCT.slower(1.18), half=1.32, own=3.0, own_start=8.0, state=3.15, turn=11.6),
+    "product": replace(PRODUCT, whole=PRODUCT.apart), "halves": replace(PRODUCT.slower(1.18), half=1.32, own=3.0, own_start=8.0, state=3.15, turn=11.6),
     "levels": replace(PRODUCT.slower(2.85), half=2.5, own=5.1, own_start=9.5, apart=1.5, turn=11.6),
 }  # fmt: skip
 WORTH = 0.95  # of the time of an unsplit run: what a cut must promise
@@ -188,7 +191,8 @@ def expected(cut: Cut, batch: Batch, HV: int, costs: Costs) -> tuple[float, floa
     def unsplit(blocks: Batch) -> float:
         if cut.shape == "full":
             return forward(blocks)
-        return makespan([(c.half_start + c.half * n, copies * 2 * HV) for n, copies in blocks])
+        step = c.half if cut.how == "unsplit" else c.half * c.whole
+        return makespan([(c.half_start + step * n, copies * 2 * HV) for n, copies in blocks])
 
     def idle(blocks: Batch) -> float:
         return c.idle * -(-sum(copies for _, copies in blocks) * HV // MULTIPROCESSORS)
@@ -239,7 +243,7 @@ def choose(problem: Problem, lengths: tuple[int, ...] | None = None) -> Config:
     longest = max(batch[0][0] for batch in guesses)
     costs = COSTS[base_tiles(p, FULL).form]
     if not base_tiles(p, HALF).cluster:
-        costs = replace(costs, half=costs.apart * costs.half)
+        costs = replace(costs, half=costs.apart * costs.half, whole=1.0)
     shapes = ("half",) if p.V == 64 else ("full", "half")
     found = [Cut("unsplit", shape) for shape in shapes]
     if p.K == p.V == 128:
