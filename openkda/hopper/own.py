@@ -3,7 +3,8 @@
 A block starts `tail` blocks of 16 tokens before its segment, from (0, I). The scan carries the state on. The preparation partitions take
 M through the tail, 16 rows a warp (rows do not depend on one another), when all groups are prepared: in the midst of the preparation M's
 registers would be too many. So the tail's tiles must still be there, and such blocks have no more groups than the ring: one of four blocks,
-which the first partition prepares while the second is free for M; one of eight, on one partition of eight warps; or as many as fit.
+which the first partition prepares while the second is free for M; one of eight, on one partition of eight warps; or as many as fit, all
+prepared by the first partition, while the second runs M, 64 rows after 64, and the scan goes on before it reads the verdict (`parted`).
 
     M <- (M + (-r_k M kd^T) T0^T ki) exp(G_C)      or, with a kg tile, M exp(G_C) + (-r_k M kd^T) T0^T kg
 
@@ -21,15 +22,22 @@ from openkda.hopper.tiles import plain_shared, row_layout
 class Verdict(NamedTuple):
     """By which the preparation partitions tell the scan if their rows of M are small; None where blocks have no tails of their own"""
 
-    small: object  # [preps, 1] int32
+    small: object  # [partitions that run M, 1] int32
     told: object  # barrier
+
+
+@gluon.constexpr_function
+def parted(T):
+    """Whether the first preparation partition prepares all groups and the second runs all of M"""
+    return T.split == "tails" and T.preps == 2 and T.groups > 1
 
 
 @gluon.jit
 def make_verdict(T: gl.constexpr):
-    small = gl.allocate_shared_memory(gl.int32, [T.preps, 1], plain_shared(1))
+    parts: gl.constexpr = 1 if parted(T) else T.preps
+    small = gl.allocate_shared_memory(gl.int32, [parts, 1], plain_shared(1))
     told = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(told.index(0), count=T.preps)
+    mbarrier.init(told.index(0), count=parts)
     return Verdict(small, told)
 
 
@@ -40,7 +48,7 @@ def read_verdict(verdict, T: gl.constexpr):
     mbarrier.wait(verdict.told.index(0), 0)
     gl.thread_barrier()  # each thread has waited; without it racecheck reports the words, read here first
     small = gl.max(verdict.small.index(0).load(L), 0)
-    if T.preps > 1:
+    if T.preps > 1 and not parted(T):
         small = gl.minimum(small, gl.max(verdict.small.index(1).load(L), 0))
     return small
 
@@ -99,10 +107,21 @@ def map_places(c: gl.constexpr):
 
 
 @gluon.jit
-def identity(part: gl.constexpr, c: gl.constexpr):
+def identity(part, c: gl.constexpr):
     row, col = map_places(c)
     rows: gl.constexpr = 16 * gl.num_warps()
     return gl.where(row + rows * part == col, 1.0, gl.zeros([rows, 64], gl.float32, map_layout(gl.num_warps())))
+
+
+@gluon.jit
+def try_rows(ring, work, part, T: gl.constexpr):
+    """1 if the part-th rows of M are small after the tail, or if nothing lies before it"""
+    M0 = identity(part, 0)
+    M1 = identity(part, 1)
+    for n in range(work.tail):
+        M0, M1 = advance_map(M0, M1, ring, n, T)
+    most = gl.maximum(gl.abs(M0), gl.abs(M1))
+    return ((gl.max(gl.max(most, 1), 0) <= 2.0**-DROP_BITS) | work.from_initial).to(gl.int32)
 
 
 @gluon.jit
@@ -110,11 +129,11 @@ def try_tail(ring, verdict, work, part: gl.constexpr, T: gl.constexpr):
     """Tell the scan if these rows of M are small after the tail, or if nothing lies before it"""
     mbarrier.wait(ring.ready.index(0), 0)
     gl.thread_barrier()  # each thread has waited; without it racecheck reports the decay, read here first
-    M0 = identity(part, 0)
-    M1 = identity(part, 1)
-    for n in range(work.tail):
-        M0, M1 = advance_map(M0, M1, ring, n, T)
-    most = gl.maximum(gl.abs(M0), gl.abs(M1))
-    small = ((gl.max(gl.max(most, 1), 0) <= 2.0**-DROP_BITS) | work.from_initial).to(gl.int32)
-    verdict.small.index(part).store(gl.full([1], small, gl.int32, gl.BlockedLayout([1], [32], [gl.num_warps()], [0])))
+    if parted(T):
+        small = work.tail * 0 + 1
+        for turn in range(gl.minimum(work.tail, 0) + 2):  # a bound known to the compiler would be unrolled
+            small = gl.minimum(small, try_rows(ring, work, turn, T))
+    else:
+        small = try_rows(ring, work, part, T)
+    verdict.small.index(0 if parted(T) else part).store(gl.full([1], small, gl.int32, gl.BlockedLayout([1], [32], [gl.num_warps()], [0])))
     mbarrier.arrive(verdict.told.index(0), count=1)

@@ -23,7 +23,7 @@ from openkda.hopper.compat import fence_async_shared, gl, gluon, mbarrier, mma_v
 from openkda.hopper.decay import decay_constants, log2_decay, neutral_gate
 from openkda.hopper.halves import anchor, half_constants, half_tiles
 from openkda.hopper.levels import level_tiles
-from openkda.hopper.own import try_tail
+from openkda.hopper.own import parted, try_tail
 from openkda.hopper.segments import begin_item, locate, next_item, read_row
 from openkda.hopper.steps import cross_blocks, cross_scores, step_constants, step_tiles
 from openkda.hopper.tiles import (
@@ -281,7 +281,7 @@ def prep_item(ring, src, work, before, first, T: gl.constexpr):
     own: gl.constexpr = own_places(T)
     sharers: gl.constexpr = 2 if T.cluster else 1
     rank = rank_of(T)
-    preps: gl.constexpr = T.preps
+    preps: gl.constexpr = 1 if parted(T) else T.preps
     if T.form == "halves":
         consts = half_constants(src, work, T)
     elif T.form == "steps":
@@ -317,7 +317,8 @@ def prep_role(ring, src, deal, queue, verdict, first, part: gl.constexpr, T: gl.
             turn += 1
             if item < deal.items:
                 work = locate(deal, read_row(deal, item), False, T)
-    elif part < T.groups:
+    elif part < (1 if parted(T) else T.groups):
         prep_item(ring, src, work, 0, part, T)
-    if T.split == "tails" and work.steps > 0:
-        try_tail(ring, verdict, work, part, T)
+    if T.split == "tails" and (part == 1 or not parted(T)):
+        if work.steps > 0:
+            try_tail(ring, verdict, work, part, T)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from openkda.hopper.cluster import group_place, rank_of
 from openkda.hopper.compat import fence_async_shared, gl, gluon, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from openkda.hopper.entries import store_entry
-from openkda.hopper.own import read_verdict
+from openkda.hopper.own import parted, read_verdict
 from openkda.hopper.segments import DROP_BITS
 from openkda.hopper.tiles import group_count, group_layout, to_f32
 
@@ -324,48 +324,63 @@ def scan_two_rows(ring, before, out, states, known_ptr, verdict, work, segment, 
                 gl.thread_barrier()  # each thread has waited; without it racecheck reports the decay, read here first
             S0, S1 = advance_two(S0, S1, ring, n, T)
         if work.steps > 0:
-            known = read_verdict(verdict, T)
-            gl.store(known_ptr + work.head * NS + segment, known)
-            stop = gl.where(known != 0, stop, first)
+            if not parted(T):
+                known = read_verdict(verdict, T)
+                gl.store(known_ptr + work.head * NS + segment, known)
+                stop = gl.where(known != 0, stop, first)
     o0 = gl.zeros([64, 16], out.tile.dtype, L16)
     o1 = o0
-    for n in range(first, stop):
-        b = n % blocks
-        if n % T.wide == 0:
-            mbarrier.wait(ring.ready.index(b // T.wide), (n // blocks) & 1)
-        XO0 = start_read(ring, b, S0)
-        store_entry(states, S0, row + 16 * n, work, HV, 0, T)
-        v = load_values(ring, b, 0, 64)
-        read = ring.read.index(b).load(L16)
-        if n > first:
-            store_rows(out, (o0, o1), row + 16 * (n - 1), n & 1, work, HV, T)
-        XO0 = warpgroup_mma_wait(0, deps=(XO0,))
-        RO0, O0 = start_solve(ring, b, XO0, v, read)
-        XO1 = start_read(ring, b, S1)
-        store_entry(states, S1, row + 16 * n, work, HV, 64, T)
-        v = load_values(ring, b, 1, 64)
-        decay = ring.decay.index(b)
-        if T.kg:
-            S0 = S0 * decay.load(L)
-        RO0 = warpgroup_mma_wait(1, deps=(RO0,))
-        S0, Oz0 = start_update(ring, b, RO0, S0)
-        write = ring.write.index(b).load(L16)
-        o0 = ((O0 + Oz0) * write).to(out.tile.dtype)
-        XO1 = warpgroup_mma_wait(1, deps=(XO1,))
-        RO1, O1 = start_solve(ring, b, XO1, v, read)
-        S0 = warpgroup_mma_wait(1, deps=(S0,))
-        if T.kg:
-            S1 = S1 * decay.load(L)
-        else:
-            S0 = S0 * decay.load(L)
-        RO1 = warpgroup_mma_wait(0, deps=(RO1,))
-        S1, Oz1 = start_update(ring, b, RO1, S1)
-        o1 = ((O1 + Oz1) * write).to(out.tile.dtype)
-        S1 = warpgroup_mma_wait(0, deps=(S1,))
-        if not T.kg:
-            S1 = S1 * decay.load(L)
-        if n % 2 == 1:
-            mbarrier.arrive(ring.empty.index(b // 2), count=1)
+    begin = first
+    end = stop
+    parts: gl.constexpr = 2 if parted(T) else 1
+    for part in range(gl.minimum(work.tail, 0) + parts if parts > 1 else parts):  # a loop: code is dear
+        if parted(T):  # M takes longer than the state; what a segment writes in vain, the launch that serves its head writes again
+            check = gl.minimum(stop, 2 * work.tail + 2)
+            begin = gl.where(part == 0, first, check)
+            end = check
+            if part != 0:
+                if work.steps > 0:
+                    known = read_verdict(verdict, T)
+                    gl.store(known_ptr + work.head * NS + segment, known)
+                    stop = gl.where(known != 0, stop, check)
+                    end = stop
+        for n in range(begin, end):
+            b = n % blocks
+            if n % T.wide == 0:
+                mbarrier.wait(ring.ready.index(b // T.wide), (n // blocks) & 1)
+            XO0 = start_read(ring, b, S0)
+            store_entry(states, S0, row + 16 * n, work, HV, 0, T)
+            v = load_values(ring, b, 0, 64)
+            read = ring.read.index(b).load(L16)
+            if n > first:
+                store_rows(out, (o0, o1), row + 16 * (n - 1), n & 1, work, HV, T)
+            XO0 = warpgroup_mma_wait(0, deps=(XO0,))
+            RO0, O0 = start_solve(ring, b, XO0, v, read)
+            XO1 = start_read(ring, b, S1)
+            store_entry(states, S1, row + 16 * n, work, HV, 64, T)
+            v = load_values(ring, b, 1, 64)
+            decay = ring.decay.index(b)
+            if T.kg:
+                S0 = S0 * decay.load(L)
+            RO0 = warpgroup_mma_wait(1, deps=(RO0,))
+            S0, Oz0 = start_update(ring, b, RO0, S0)
+            write = ring.write.index(b).load(L16)
+            o0 = ((O0 + Oz0) * write).to(out.tile.dtype)
+            XO1 = warpgroup_mma_wait(1, deps=(XO1,))
+            RO1, O1 = start_solve(ring, b, XO1, v, read)
+            S0 = warpgroup_mma_wait(1, deps=(S0,))
+            if T.kg:
+                S1 = S1 * decay.load(L)
+            else:
+                S0 = S0 * decay.load(L)
+            RO1 = warpgroup_mma_wait(0, deps=(RO1,))
+            S1, Oz1 = start_update(ring, b, RO1, S1)
+            o1 = ((O1 + Oz1) * write).to(out.tile.dtype)
+            S1 = warpgroup_mma_wait(0, deps=(S1,))
+            if not T.kg:
+                S1 = S1 * decay.load(L)
+            if n % 2 == 1:
+                mbarrier.arrive(ring.empty.index(b // 2), count=1)
     if stop > first:
         store_rows(out, (o0, o1), row + 16 * (stop - 1), stop & 1, work, HV, T)
     end_item(ring, stop, before, work, T)
