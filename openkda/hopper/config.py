@@ -84,9 +84,9 @@ def base_tiles(problem: Problem, shape: dict, **changes: object) -> Tiles:
     tiles = replace(tiles, located=form == "halves" and tiles.outputs and tiles.R == 128 and tiles.split != "tails")
     per_group = group_bytes(tiles, p.gate_dtype.itemsize)
     tiles = replace(tiles, groups=min(tiles.groups, (SHARED_BYTES - 2 * BLOCK * tiles.R * 2 - RESERVED_BYTES) // per_group))
-    # Two blocks that share a head share its preparation where a place of the ring can be spared. Blocks that take turns do not, and a launch
-    # that takes over what segments could not do keeps their arithmetic: which of the two writes a row depends on later tokens.
-    exact = tiles.split == "none" or tiles.split == "whole" and form != "product"
+    # Two blocks that share a head share its preparation where a place of the ring can be spared. Blocks that take turns do not, and what
+    # takes over from segments keeps their arithmetic: which of the two launches writes a row depends on later tokens.
+    exact = tiles.split == "none" or (tiles.split == "whole" and form != "product")
     if tiles.outputs and 2 * tiles.R == p.V == p.K and exact and tiles.groups == 3:
         tiles = replace(tiles, cluster=True, preps=1, prep_regs=168, form="steps" if form == "product" else form)
     return tiles
@@ -151,7 +151,8 @@ class Costs:
 
 PRODUCT = Costs(full=1.83, half=1.15, own=2.45, state=2.33)
 COSTS = {
-    "product": replace(PRODUCT, whole=PRODUCT.apart), "halves": replace(PRODUCT.slower(1.18), half=1.32, own=3.0, own_start=8.0, state=3.15, turn=11.6),
+    "product": replace(PRODUCT, whole=PRODUCT.apart),
+    "halves": replace(PRODUCT.slower(1.18), half=1.32, own=3.0, own_start=8.0, state=3.15, turn=11.6),
     "levels": replace(PRODUCT.slower(2.85), half=2.5, own=5.1, own_start=9.5, apart=1.5, turn=11.6),
 }  # fmt: skip
 WORTH = 0.95  # of the time of an unsplit run: what a cut must promise
