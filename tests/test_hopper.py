@@ -136,6 +136,20 @@ def test_causality_is_bit_exact(how, bounded):
         inputs = c.described()[1]
 
 
+@pytest.mark.parametrize("bounded", [True, False], ids=["bounded", "softplus"])
+@pytest.mark.parametrize("how", SPLIT)
+def test_who_serves_a_head_shows_in_no_bit(how, bounded):
+    """Later tokens that forget nothing make tails fail, so that another launch writes the outputs before them."""
+    c = case("random", T=400, bounded=bounded)
+    problem, inputs = c.described()
+    cfg = split_config(problem, how)
+    before, *_ = launch.forward(problem, inputs, cfg)
+    inputs.g = inputs.g.clone()
+    inputs.g[:, 260:] = -40.0
+    after, *_ = launch.forward(problem, inputs, cfg)
+    assert torch.equal(before[:, :260], after[:, :260])
+
+
 @pytest.mark.parametrize("how", ["half", *SPLIT])
 def test_alternating_inputs_never_mix(how):
     a, b = case("init", T=1000, H=12), case("random", T=1000, H=12, seed=1)
