@@ -14,6 +14,7 @@ PROBLEMS = {
     "gate computed outside, ragged, grouped": dict(raw=False, qk_l2norm=False, lengths=(70, 3), H=1, HV=2, state_v_first=True),
     "64 channels": dict(K=64, V=64, initial_state=False),
     "softplus": dict(bounded=False),
+    "parameters in bf16": dict(parameters=torch.bfloat16),
     "unbounded gate computed outside": dict(bounded=False, raw=False, qk_l2norm=False, lengths=(70, 3), H=1, HV=2, V=64),
 }
 
@@ -32,11 +33,14 @@ def compile_segments(target: str) -> None:
 
 
 def compile_gradients(target: str, scans: Scans = WHOLE, problems: dict[str, dict[str, object]] = PROBLEMS) -> None:
-    """Compile the gradients of every problem."""
+    """Compile the gradients of every problem. `parameters`: the dtype of A_log and dt_bias."""
     for options in problems.values():
+        options = dict(options)
+        dtype = options.pop("parameters", torch.float32)
         problem, inputs = make_case("random", **{**dict(T=73, H=2, K=128, V=128, dtype=torch.bfloat16), **options}).described()
         problem = problem.replace(device_type="cuda", capability=CAPABILITY[target])
         needs = tuple(getattr(inputs, name) is not None for name in TENSORS)
-        kinds = tuple(None if x is None else x.dtype for x in (inputs.A_log, inputs.dt_bias, inputs.cu_seqlens))
+        kinds = tuple(None if x is None else dtype for x in (inputs.A_log, inputs.dt_bias))
+        kinds += (None if inputs.cu_seqlens is None else inputs.cu_seqlens.dtype,)
         for launch in script(problem, needs, scans, None, kinds, problem.state_dtype, False).launches:
             launch.compile()

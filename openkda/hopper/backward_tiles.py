@@ -252,13 +252,13 @@ def store_tiles(xs, descs, ptrs, tiles, first, length, head, HV, K: gl.constexpr
 
 @gluon.jit
 def load_gate(A_log_ptr, dt_bias_ptr, head, channel, F: gl.constexpr):
-    """A_log and dt_bias [K] of a head as they are, zero where there are none"""
+    """A_log as it is and dt_bias [K] in fp32 of a head, zero where there are none"""
     A_log = 0.0
     if A_log_ptr is not None:
         A_log = gl.load(A_log_ptr + head)
     bias = channel.to(gl.float32) * 0.0
     if dt_bias_ptr is not None:
-        bias = gl.load(dt_bias_ptr + head * F.K + channel)
+        bias = gl.load(dt_bias_ptr + head * F.K + channel).to(gl.float32)
     return A_log, bias
 
 
@@ -266,7 +266,6 @@ def load_gate(A_log_ptr, dt_bias_ptr, head, channel, F: gl.constexpr):
 def gate_constants(A_log, bias, lower_bound, F: gl.constexpr):
     """exp(A_log), dt_bias [K], and what token_decay takes: the activation reads gate * slope + offset and is scaled by factor"""
     rate = gl.exp(gl.to_tensor(A_log).to(gl.float32))
-    bias = bias.to(gl.float32)
     slope = rate * -LOG2E
     factor = LOG2E
     if F.gate == "bounded":
