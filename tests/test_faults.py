@@ -10,7 +10,7 @@ import torch
 from fault_case import BF16, F16, F32, TOKENWISE, check, check_gradients, finest, run, sizes, width, with_gate
 
 from openkda import chunk_kda, fused_recurrent_kda
-from openkda.testing import Case, assert_close, make_case, relative_error
+from openkda.testing import Case, assert_close, cotangents, leaves, make_case, relative_error
 
 
 @sizes(dict(T=75, H=1, K=32), dict(T=298, H=4, K=128))
@@ -157,6 +157,27 @@ def test_13_partial_blocks_before_poisoned_memory(backend, device, T):
         held[:, :T] = x
         case.args[name] = held[:, :T]
     check(case, backend)
+
+
+@pytest.mark.parametrize("bounded", [True, False])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_13_what_the_neighbours_hold(backend, device, bounded, bad):
+    """A sequence of NaN between two others, and NaN behind the last one: what the others give, gradients too, keeps its bits."""
+    case = make_case("random", lengths=(33, 5, 20), pad_to=70, H=1, K=width(backend), dtype=finest(backend), bounded=bounded, device=device)
+    rows, sequences = [*range(33), *range(38, 58)], [0, 2]
+    found = []
+    for _ in range(2):
+        args = leaves(case)
+        o, S = chunk_kda(**args, backend=backend)
+        torch.autograd.backward([o, S], cotangents(case))
+        tokens = [x[:, rows] for x in (o.detach(), *(args[name].grad for name in TOKENWISE))]
+        found.append([*tokens, S.detach()[sequences], args["initial_state"].grad[sequences]])
+        for name in TOKENWISE:
+            case.args[name] = case.args[name].clone()
+            case.args[name][:, 33:38] = case.args[name][:, 58:] = bad
+        case.args["initial_state"] = case.args["initial_state"].clone()
+        case.args["initial_state"][1] = bad
+    assert all(x.isfinite().all() and torch.equal(x, y) for x, y in zip(*found, strict=True))
 
 
 @pytest.mark.parametrize("K", [129, 153, 255])
