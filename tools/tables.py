@@ -261,7 +261,7 @@ TABLES = (
     Table(PREFILL, "| shape | floor |", FORWARD, forward),
     Table(PREFILL, "| shape | target |", FORWARD, forward_ratios),
     Table(PREFILL, "| | without | every 64 tokens |", "2026-11-30-hopper-states", states),
-    Table("docs/backward.md", "| shape | gate | forward |", "2026-11-30-training-printed", training),
+    Table("docs/backward.md", "| shape | gate | forward |", "2026-11-30-training", training),
     Table("docs/portable.md", "| tokens, heads |", "2026-11-30-portable-forward", portable),
     Table("docs/cpu.md", "| gate | recurrence, ms |", "2026-11-30-cpu-xeon", cpu),
     Table("docs/cpu.md", "| gate | recurrence, ms |", "2026-11-30-cpu", cpu, after="2026-11-30-cpu.json"),
