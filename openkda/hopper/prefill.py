@@ -1,7 +1,7 @@
 """The Hopper forward: kernels. Grid (segments x HV, V / R); a block owns one segment of one sequence, one value head and R
 rows of V, and walks its tokens in blocks of 16:
 
-    default partition   scan_warps warps    the recurrence and the output (scan.py)
+    default partition   scan_warps warps    the recurrence and the output (scan.py, scan_steps.py), or the state alone (scan_states.py)
     preps x wide warps                      activation, norms, decay, scores, inverse, a block a warp (prep.py)
     4 x 1 warp                              request the raw tiles of g, k, q, v, two blocks at a time
 
@@ -12,7 +12,8 @@ from __future__ import annotations
 from openkda.hopper.compat import gdc_launch_dependents, gdc_wait, gl, gluon
 from openkda.hopper.own import Verdict, make_verdict
 from openkda.hopper.prep import load_role, prep_role, receive_role, send_role
-from openkda.hopper.scan import Output, Sink, States, scan_rows, scan_two_rows, summary_scan
+from openkda.hopper.scan import Output, Sink, States, scan_rows, scan_two_rows
+from openkda.hopper.scan_states import summary_scan
 from openkda.hopper.scan_steps import scan_steps
 from openkda.hopper.segments import Deal, Queue, begin_item, locate, make_queue, next_item, read_row
 from openkda.hopper.tiles import Source, group_count, make_ring, tile_layout
