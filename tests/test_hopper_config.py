@@ -33,7 +33,7 @@ from openkda.hopper.config import (
     own_tail_blocks,
 )
 from openkda.hopper.runtime import Launch, Matrix, Pointer, Ready
-from openkda.hopper.scan import DROP_BITS
+from openkda.hopper.segments import DROP_BITS
 from openkda.hopper.tiles import stack_layout
 from openkda.plan import Plan
 from openkda.testing import make_case
