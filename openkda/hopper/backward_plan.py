@@ -9,7 +9,7 @@ import triton.language as tl
 from openkda.hopper.backward_prepare import C
 from openkda.hopper.launch import dense
 from openkda.hopper.runtime import launch
-from openkda.hopper.segments import _bound, _larger
+from openkda.hopper.segments import bound_at, larger
 from openkda.plan import Plan
 from openkda.problem import Problem
 
@@ -34,8 +34,8 @@ def plan_kernel(
     before = 0  # chunks so far
     for b in range(0, N, BLOCK):
         n = b + tl.arange(0, BLOCK)
-        lo = tl.maximum(tl.associative_scan(_bound(cu_ptr, n, N, T), 0, _larger), reached)
-        hi = tl.maximum(_bound(cu_ptr, n + 1, N, T), lo)
+        lo = tl.maximum(tl.associative_scan(bound_at(cu_ptr, n, N, T), 0, larger), reached)
+        hi = tl.maximum(bound_at(cu_ptr, n + 1, N, T), lo)
         reached = tl.max(hi, 0)
         count = tl.where(n < N, (hi - lo + C - 1) // C, 0)
         chunk = before + tl.cumsum(count, 0) - count

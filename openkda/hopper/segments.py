@@ -26,12 +26,12 @@ COLUMNS = tl.constexpr(8)  # of the segment table
 
 
 @triton.jit
-def _larger(a, b):
+def larger(a, b):
     return tl.maximum(a, b)
 
 
 @triton.jit
-def _bound(cu_ptr, i, N, T):
+def bound_at(cu_ptr, i, N, T):
     """cu_seqlens[i] within [0, T]"""
     return tl.minimum(tl.maximum(tl.load(cu_ptr + i, mask=i <= N, other=0), 0), T).to(tl.int32)
 
@@ -47,9 +47,9 @@ def table_kernel(cu_ptr, segments_ptr, whole_ptr, chunks_ptr, N, T, target, NS, 
     n = tl.program_id(0) * BS + tl.arange(0, BS)
     reached = 0  # the largest bound before this program's
     for b in range(0, tl.program_id(0) * BS, BS):
-        reached = tl.maximum(reached, tl.max(_bound(cu_ptr, b + tl.arange(0, BS), N, T), 0))
-    first = tl.maximum(tl.associative_scan(_bound(cu_ptr, n, N, T), 0, _larger), reached)
-    stop = tl.maximum(_bound(cu_ptr, n + 1, N, T), first)
+        reached = tl.maximum(reached, tl.max(bound_at(cu_ptr, b + tl.arange(0, BS), N, T), 0))
+    first = tl.maximum(tl.associative_scan(bound_at(cu_ptr, n, N, T), 0, larger), reached)
+    stop = tl.maximum(bound_at(cu_ptr, n + 1, N, T), first)
     rank = tl.zeros([BS], tl.int32)  # of the sequence by length
     before = rank  # segments of the sequences before it in that order
     chunk = rank  # chunks of the sequences before it in the batch's
@@ -57,8 +57,8 @@ def table_kernel(cu_ptr, segments_ptr, whole_ptr, chunks_ptr, N, T, target, NS, 
     reached = 0
     for b in range(0, N, BS):
         m = b + tl.arange(0, BS)
-        lo = tl.maximum(tl.associative_scan(_bound(cu_ptr, m, N, T), 0, _larger), reached)
-        hi = tl.maximum(_bound(cu_ptr, m + 1, N, T), lo)
+        lo = tl.maximum(tl.associative_scan(bound_at(cu_ptr, m, N, T), 0, larger), reached)
+        hi = tl.maximum(bound_at(cu_ptr, m + 1, N, T), lo)
         reached = tl.max(hi, 0)
         length = tl.where(m < N, hi - lo, -1)
         parts = tl.where(m < N, tl.maximum(((hi - lo + 31) // 32 + target - 1) // target, 1), 0)
