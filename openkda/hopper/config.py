@@ -40,7 +40,7 @@ class Tiles:
     chunk: int  # tokens from one chunk-entry state to the next; 0: none are written
     split: str  # which work a block takes from the segment table: "none", "turns", "tails", ... (locate in segments.py)
     pdl: bool
-    cluster: bool  # two blocks, the halves of V, share the preparation of their head (pair.py)
+    cluster: bool  # two blocks, the halves of V, share the preparation of their head (cluster.py)
     fixed: bool  # the segment table lies ready: no launch of the call writes it
     located: bool  # the block finds its work before it hands over to its roles, not each role
 
