@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from openkda.backends import check_name
 from openkda.ops import chunk_kda, fused_recurrent_kda
-from openkda.problem import check_bounds, check_number, moved_bounds
+from openkda.problem import check_bounds, check_number, fail, moved_bounds
 from openkda.serving_problem import check_types
 from openkda.serving_step import kda_fused_decode
 from openkda.short_conv import kernels_serve, short_conv
@@ -67,6 +67,12 @@ class KDACache:
     rollback_window: int = 0
     _segments: list[_Segment] = field(default_factory=list, repr=False)
 
+    def __post_init__(self):
+        if isinstance(self.rollback_window, bool) or not isinstance(self.rollback_window, int):
+            raise TypeError(f"rollback_window is {self.rollback_window!r}; it must be an int")
+        if self.rollback_window < 0:
+            raise fail("rollback_window", self.rollback_window, "at least 0")
+
     def reorder(self, index: Tensor) -> None:
         """Select sequences, [M] int64: beam search, or dropping finished sequences. Forgets the rollback window."""
         if self.recurrent_state is not None:
@@ -91,7 +97,12 @@ def _power_of_two(n: int) -> int:
 
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
     """rms_norm(x) * weight * sigmoid(gate) over the last dim, returned in x's dtype. x, gate [..., V]; weight [V]. Computes in
-    fp32, or fp64 for fp64. On a GPU one Triton kernel, one more for the gradients; in a compiled graph torch's operators."""
+    fp32, or fp64 for fp64. On a GPU one Triton kernel, one more for the gradients; in a compiled graph torch's operators.
+    ValueError where shapes differ."""
+    if gate.shape != x.shape:
+        raise fail("gate's shape", list(gate.shape), f"{list(x.shape)}, as x")
+    if weight.shape != x.shape[-1:]:
+        raise fail("weight's shape", list(weight.shape), str(list(x.shape[-1:])))
     if kernels_serve(x, weight) and kernels_serve(gate):
         from openkda.portable.gated_norm import gated_norm
 
@@ -160,7 +171,7 @@ class KimiDeltaAttention(nn.Module):
         device: where the parameters are made; default torch's.
 
     Raises:
-        ValueError: a size that does not fit, a bound outside [-5, 0), or a backend that is none.
+        ValueError: a size that does not fit, a bound outside [-5, 0), a negative or infinite epsilon, or a backend that is none.
     """
 
     def __init__(
@@ -196,6 +207,9 @@ class KimiDeltaAttention(nn.Module):
         check_number("lower_bound", lower_bound)
         if lower_bound is not None and not -5 <= lower_bound < 0:
             raise ValueError(f"lower_bound={lower_bound} must be None or in [-5, 0)")
+        check_number("norm_eps", norm_eps, optional=False)
+        if not 0 <= norm_eps < math.inf:
+            raise ValueError(f"norm_eps={norm_eps} must be finite and at least 0")
         check_name(backend)
 
         self.key_dim, self.value_dim = num_heads * head_dim, self.num_v_heads * self.head_v_dim

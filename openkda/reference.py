@@ -14,6 +14,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from openkda.problem import check_scale, fail, meta
+
 L2_EPS = 1e-6  # added to the sum of squares
 
 
@@ -57,6 +59,31 @@ def prepare(
     return q, k, v, g, activate_beta(beta, beta_sigmoid, neg_eigval)
 
 
+def check(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, scale: float | None,
+    initial_state: torch.Tensor | None,
+) -> None:  # fmt: skip
+    """One sentence for tensors that do not fit: torch would broadcast most of them without a word."""
+    given = dict(q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state)
+    for name, t in given.items():
+        if meta(name, t, optional=name == "initial_state") and not t.is_floating_point():
+            raise fail(f"{name}'s dtype", t.dtype, "a floating-point one")
+    for name, t, last in (("q", q, "H, K"), ("v", v, "HV, V")):
+        if t.ndim != 4 or min(t.shape[2:]) < 1:
+            raise fail(f"{name}'s shape", list(t.shape), f"[B, T, {last}], heads and dimensions at least 1")
+    B, T, H, K = q.shape
+    HV, V = v.shape[2:]
+    if HV % H:
+        raise fail("v's head count", HV, f"a multiple of q's head count {H}")
+    shapes = dict(k=(B, T, H, K), v=(B, T, HV, V), g=(B, T, HV, K), beta=(B, T, HV), initial_state=(B, HV, K, V))
+    for name, shape in shapes.items():
+        if given[name] is not None and given[name].shape != shape:
+            raise fail(f"{name}'s shape", list(given[name].shape), str(list(shape)))
+        if given[name] is not None and given[name].device != q.device:
+            raise fail(f"{name}'s device", given[name].device, f"{q.device}, where q is")
+    check_scale(scale)
+
+
 def naive_recurrent_kda(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -69,9 +96,11 @@ def naive_recurrent_kda(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The recurrence, one token at a time.
 
-    q, k [B, T, H, K]; v [B, T, HV, V]; g [B, T, HV, K] natural-log decay; beta [B, T, HV]; initial_state [B, HV, K, V].
-    scale defaults to K^-0.5. Returns o [B, T, HV, V] in v's dtype and the final state [B, HV, K, V] (fp32, or fp64 for fp64 inputs),
-    None unless output_final_state. Computes in fp32, or fp64 for fp64 inputs."""
+    q, k [B, T, H, K]; v [B, T, HV, V]; g [B, T, HV, K] natural-log decay; beta [B, T, HV]; initial_state [B, HV, K, V]; in any
+    floating-point dtypes. scale defaults to K^-0.5. Returns o [B, T, HV, V] in v's dtype and the final state [B, HV, K, V] (fp32, or fp64
+    where q is), None unless output_final_state. Computes in fp32, or fp64 where q is. ValueError or TypeError, one sentence, for
+    arguments that do not fit."""
+    check(q, k, v, g, beta, scale, initial_state)
     dtype = v.dtype
     q, k, v, g, beta = prepare(
         q, k, v, g, beta, A_log=None, dt_bias=None, gate="none", lower_bound=None, qk_l2norm=False, beta_sigmoid=False, neg_eigval=False
@@ -103,7 +132,13 @@ def naive_chunk_kda(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The chunk form (docs/math.md), written for reading: arguments and results as naive_recurrent_kda, any T.
 
-    The decay differences G_r - G_i are formed before the exponential, so any gate is finite; memory grows with T * chunk_size * K."""
+    The decay differences G_r - G_i are formed before the exponential, so any gate is finite; memory grows with T * chunk_size * K.
+    chunk_size: an int of at least 1."""
+    check(q, k, v, g, beta, scale, initial_state)
+    if isinstance(chunk_size, bool) or not isinstance(chunk_size, int):
+        raise TypeError(f"chunk_size is {chunk_size!r}; it must be an int")
+    if chunk_size < 1:
+        raise fail("chunk_size", chunk_size, "at least 1")
     dtype = v.dtype
     q, k, v, g, beta = prepare(
         q, k, v, g, beta, A_log=None, dt_bias=None, gate="none", lower_bound=None, qk_l2norm=False, beta_sigmoid=False, neg_eigval=False

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from openkda.problem import FLOAT_DTYPES, transform_of
+from openkda.problem import FLOAT_DTYPES, fail, transform_of
 
 MAX_TAPS = 8  # of the Triton kernels, which unroll them
 MAX_BATCH = 2**16 - 1  # of the same: an axis of their grids
@@ -70,10 +70,23 @@ def short_conv(
 
     Returns:
         y [B, T, D] and the new state [N, D, W-1]. Both carry gradients, for sequences shorter than W-1 as well.
+
+    Raises:
+        ValueError: shapes that do not fit. The values of cu_seqlens are the caller's: from 0, never falling, at most T.
     """
+    if x.ndim != 3:
+        raise fail("x's shape", list(x.shape), "[B, T, D]")
     B, T, D = x.shape
-    W = weight.shape[-1]
-    N = B if cu_seqlens is None else cu_seqlens.numel() - 1
+    W = weight.shape[-1] if weight.ndim == 3 else 0
+    if W < 1 or weight.shape != (D, 1, W):
+        raise fail("weight's shape", list(weight.shape), f"[{D}, 1, W], W at least 1")
+    if bias is not None and bias.shape != (D,):
+        raise fail("bias's shape", list(bias.shape), f"[{D}]")
+    if cu_seqlens is not None and (B != 1 or cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 1):
+        raise fail("cu_seqlens's shape", f"{list(cu_seqlens.shape)} with B={B}", "[N + 1] with B=1")
+    N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    if state is not None and state.shape != (N, D, W - 1):
+        raise fail("state's shape", list(state.shape), str([N, D, W - 1]))
     window = x.new_zeros(N, W - 1, D) if state is None else state.to(x.dtype).transpose(1, 2)
     if W == 1:
         return _filter(x, weight, bias), x.new_zeros(N, D, 0)

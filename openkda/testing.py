@@ -17,7 +17,7 @@ import torch
 
 from openkda.autograd import CONSTANTS, TENSORS
 from openkda.ops import chunk_kda
-from openkda.problem import Inputs, Problem, describe
+from openkda.problem import Inputs, Problem, describe, fail
 from openkda.recorded import trained_gate_statistics
 from openkda.reference import naive_recurrent_kda, prepare
 
@@ -126,8 +126,15 @@ def make_case(
     """Random inputs of one call. lengths packs sequences of those lengths (B = 1, T = their sum, or pad_to where that is larger).
 
     raw: g and beta are logits, activated inside; else they are a log decay (with safe_gate when bounded) and a write strength.
-    scale, chunk_size, return_intermediate_states: as chunk_kda's, among the arguments only where they differ from the default here."""
-    HV, V = HV or H, V or K
+    scale, chunk_size, return_intermediate_states: as chunk_kda's, among the arguments only where they differ from the default here.
+    ValueError or TypeError for a regime or a size that is none; the other arguments are checked where the case is used."""
+    HV, V = H if HV is None else HV, K if V is None else V
+    sizes = [("B", B, 0), ("T", T, 0), ("H", H, 1), ("HV", HV, 1), ("K", K, 1), ("V", V, 1), ("pad_to", pad_to, 0)]
+    for name, size, least in sizes + [(f"lengths[{n}]", length, 0) for n, length in enumerate(() if lengths is None else lengths)]:
+        if isinstance(size, bool) or not isinstance(size, int):
+            raise TypeError(f"{name} is {size!r}; it must be an int")
+        if size < least:
+            raise fail(name, size, f"at least {least}")
     if lengths is not None:
         B, T = 1, max(sum(lengths), pad_to)
     gen = torch.Generator().manual_seed(seed)

@@ -53,5 +53,14 @@ def test_views_and_repeated_runs(device):
 
 
 def test_no_rows(device):
-    (x, gate, weight), _ = inputs((2, 0, 3, 16), BF16, BF16, FP32, device)
-    assert gated_norm(x, gate, weight, 1e-5).shape == (2, 0, 3, 16)
+    (x, gate, weight), _ = inputs((2, 0, 3, 16), BF16, FP32, FP32, device)
+    y = gated_norm(x, gate, weight, 1e-5)
+    assert y.shape == (2, 0, 3, 16) and y.dtype == BF16
+
+
+@pytest.mark.parametrize(("name", "shape"), [("gate", (2, 1, 4)), ("gate", (4,)), ("weight", (3,)), ("weight", (1, 4))])
+def test_nothing_is_broadcast(name, shape, device):
+    """The kernels would read past the end of what is smaller."""
+    tensors = dict(x=torch.zeros(2, 3, 4, device=device), gate=torch.zeros(2, 3, 4, device=device), weight=torch.zeros(4, device=device))
+    with pytest.raises(ValueError, match=f"{name}'s shape is .*; it must be "):
+        gated_rms_norm(**tensors | {name: torch.zeros(shape, device=device)}, eps=1e-5)

@@ -262,6 +262,10 @@ def test_rollback_refuses_what_it_does_not_remember():
     cache.reorder(torch.tensor([0]))
     with pytest.raises(ValueError, match=r"in \[0, 0\]"):
         layer.rollback(cache, 1)
+    with pytest.raises(ValueError, match="rollback_window is -1; it must be at least 0"):
+        KDACache(rollback_window=-1)
+    with pytest.raises(TypeError, match=r"rollback_window is 2\.5; it must be an int"):
+        KDACache(rollback_window=2.5)
 
 
 def test_reorder_selects_sequences():
@@ -315,6 +319,9 @@ def test_sixteen_bit_weights_and_autocast():
         ({"num_v_heads": 2.0}, "num_v_heads is 2.0; it must be an int"),
         ({"conv_size": True}, "conv_size is True; it must be an int"),
         ({"lower_bound": "a"}, "lower_bound is a str; it must be a number or None"),
+        ({"norm_eps": None}, "norm_eps is a NoneType; it must be a number"),
+        ({"norm_eps": -1e-5}, "norm_eps=-1e-05 must be finite and at least 0"),
+        ({"norm_eps": float("nan")}, "norm_eps=nan"),
     ],
 )
 def test_impossible_sizes_are_refused(options, message):

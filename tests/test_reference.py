@@ -67,6 +67,37 @@ def test_dtypes_and_defaults(function):
     assert o.shape == (1, 0, 1, 16) and not S.any()
 
 
+@pytest.mark.parametrize("function", [naive_recurrent_kda, naive_chunk_kda])
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (dict(v=torch.zeros(1, 5, 1, 3)), "v's head count is 1; it must be a multiple of q's head count 2"),
+        (dict(v=torch.zeros(1, 9, 2, 3)), r"v's shape is \[1, 9, 2, 3\]; it must be \[1, 5, 2, 3\]"),
+        (dict(k=torch.zeros(1, 9, 2, 4)), r"k's shape is \[1, 9, 2, 4\]; it must be \[1, 5, 2, 4\]"),
+        (dict(g=torch.zeros(1, 5, 1, 4)), "g's shape"),
+        (dict(beta=torch.zeros(1, 5, 2, 1)), "beta's shape"),
+        (dict(beta=torch.zeros(1, 5, 2, dtype=torch.bool)), "beta's dtype is torch.bool; it must be a floating-point one"),
+        (dict(q=torch.zeros(1, 5, 0, 4)), r"q's shape is \[1, 5, 0, 4\]; it must be \[B, T, H, K\], heads and dimensions at least 1"),
+        (dict(q=[1.0]), "q is a list; it must be a torch.Tensor"),
+        (dict(k=torch.zeros(1, 5, 2, 4, device="meta")), "k's device is meta; it must be cpu, where q is"),
+        (dict(initial_state=torch.zeros(1, 1, 4, 3)), r"initial_state's shape is \[1, 1, 4, 3\]; it must be \[1, 2, 4, 3\]"),
+        (dict(scale="1"), "scale is a str; it must be a number or None"),
+    ],
+)
+def test_what_does_not_fit_is_refused(function, wrong, message):
+    """Torch would broadcast most of it without a word."""
+    fitting = dict(q=torch.zeros(1, 5, 2, 4), k=torch.zeros(1, 5, 2, 4), v=torch.zeros(1, 5, 2, 3), g=torch.zeros(1, 5, 2, 4))
+    with pytest.raises((ValueError, TypeError), match=message):
+        function(**fitting | dict(beta=torch.zeros(1, 5, 2)) | wrong)
+
+
+@pytest.mark.parametrize(("chunk_size", "message"), [(0, "is 0; it must be at least 1"), (-5, "is -5"), (2.5, "is 2.5; it must be an int")])
+def test_chunk_sizes_that_are_none(chunk_size, message):
+    tensors, _ = arguments("random", T=3, H=1, K=4)
+    with pytest.raises((ValueError, TypeError), match=f"chunk_size {message}"):
+        naive_chunk_kda(*tensors, chunk_size=chunk_size)
+
+
 def test_gate_forms():
     x = torch.tensor([-300.0, -3.0, 0.0, 4.0, 300.0], dtype=torch.float64).view(5, 1, 1)
     A_log, bias = torch.tensor([0.7], dtype=torch.float64), torch.tensor([[0.3]], dtype=torch.float64)

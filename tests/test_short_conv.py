@@ -107,6 +107,24 @@ def test_short_conv_and_its_state_have_right_gradients(T, W, packed):
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (dict(x=torch.zeros(5, 6)), r"x's shape is \[5, 6\]; it must be \[B, T, D\]"),
+        (dict(weight=torch.zeros(7, 1, 4)), r"weight's shape is \[7, 1, 4\]; it must be \[6, 1, W\], W at least 1"),
+        (dict(weight=torch.zeros(6, 4)), "weight's shape"),
+        (dict(bias=torch.zeros(7)), r"bias's shape is \[7\]; it must be \[6\]"),
+        (dict(state=torch.zeros(2, 6, 4)), r"state's shape is \[2, 6, 4\]; it must be \[2, 6, 3\]"),
+        (dict(cu_seqlens=torch.tensor([0, 5])), r"cu_seqlens's shape is \[2\] with B=2; it must be \[N \+ 1\] with B=1"),
+        (dict(x=torch.zeros(1, 5, 6), cu_seqlens=torch.tensor([], dtype=torch.int64)), "cu_seqlens's shape"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_refused(wrong, message):
+    """A window of another size would give another number of tokens; the kernel's pointers would leave a weight that is too small."""
+    with pytest.raises(ValueError, match=message):
+        short_conv(**dict(x=torch.zeros(2, 5, 6), weight=torch.zeros(6, 1, 4)) | wrong)
+
+
 def test_short_conv_without_any_sequence():
     y, state = short_conv(torch.randn(1, 5, 3), torch.randn(3, 1, 4), cu_seqlens=torch.tensor([0]))
     assert torch.equal(y, torch.zeros(1, 5, 3)) and state.shape == (0, 3, 3)

@@ -39,6 +39,21 @@ def test_unknown_regime():
         make_case("fast")
 
 
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        (dict(B=-1), "B is -1; it must be at least 0"),
+        (dict(HV=0), "HV is 0; it must be at least 1"),
+        (dict(T=2.5), "T is 2.5; it must be an int"),
+        (dict(lengths=(3, -1)), r"lengths\[1\] is -1; it must be at least 0"),
+        (dict(lengths=torch.tensor([3, 4])), r"lengths\[0\] is tensor\(3\); it must be an int"),
+    ],
+)
+def test_impossible_sizes(sizes, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        make_case(**sizes)
+
+
 def test_trained_statistics():
     A_log, mean, spread = trained_gate_statistics()
     assert A_log.ndim == 1 and mean.shape == spread.shape == (A_log.shape[0], 128)

@@ -123,6 +123,6 @@ def gated_norm(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: f
     """rms_norm(x) * weight * sigmoid(gate) over the last dim. x, gate [..., V] bf16, fp16 or fp32 on a GPU; weight [V]; eps added to the
     mean square. Returns x's shape and dtype; differentiable once in all three tensors."""
     if x.numel() == 0:
-        return x * gate
+        return (x * gate).to(x.dtype)
     V = x.shape[-1]
     return GatedNorm.apply(x.reshape(-1, V).contiguous(), gate.reshape(-1, V).contiguous(), weight.contiguous(), eps).view(x.shape)
