@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -141,6 +142,12 @@ def layer_from_state_dict(
         ValueError: wrong keys (listed), or shapes that do not fit together (listed).
     """
     state = to_openkda(state, scheme)
+    for name, x in state.items():
+        dims = 1 if name in ("A_log", "dt_bias", "o_norm.weight") or name.endswith(".bias") else 3 if name.startswith(CONVOLUTIONS) else 2
+        if x.dim() != dims or not x.numel() or not x.is_floating_point():
+            raise ValueError(
+                f"{name} is {list(x.shape)} {x.dtype}; it must have {dims} dimensions, none of them 0, and floating-point values"
+            )
     HV = state["A_log"].numel()
     if state["dt_bias"].numel() % HV:
         raise ValueError(f"dt_bias has {state['dt_bias'].numel()} entries, no multiple of A_log's {HV} heads")
@@ -170,15 +177,39 @@ def layer_from_state_dict(
     return layer
 
 
+def _read_object(path: Path) -> dict[str, object]:
+    """The JSON object in a file; one sentence where it is none."""
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path} cannot be read as JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} holds a JSON {type(found).__name__}; it must be an object")
+    return found
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator:
+    """A safetensors file; one sentence where it is none, is cut off, or lacks what is asked of it."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path} cannot be read as safetensors: {error}") from error
+
+
 def _layer_keys(folder: Path, layer: int) -> tuple[dict[str, Path], list[int]]:
     """Full tensor name -> file for everything in the mixer of block `layer`, and the numbers of all KDA blocks."""
-    from safetensors import safe_open
-
     index = folder / "model.safetensors.index.json"
     if index.exists():
-        files = {name: folder / file for name, file in json.loads(index.read_text())["weight_map"].items()}
+        where = _read_object(index).get("weight_map")
+        if not isinstance(where, dict) or not all(isinstance(file, str) for file in where.values()):
+            raise ValueError(f"{index} has no weight_map from tensors' names to files' names")
+        files = {name: folder / file for name, file in where.items()}
     elif (single := folder / "model.safetensors").exists():
-        with safe_open(single, framework="pt") as f:
+        with _opened(single) as f:
             files = dict.fromkeys(f.keys(), single)
     else:
         raise ValueError(f"checkpoint={folder} holds neither model.safetensors.index.json nor model.safetensors")
@@ -200,10 +231,9 @@ def load_kda_layer(checkpoint: str | Path, layer: int, *, backend: str | None = 
         the layer on the CPU, weights in their stored dtype, gate kind and epsilon from `config.json`.
 
     Raises:
-        ValueError: no such checkpoint, no KDA layer of this number (the message lists those there are), or wrong keys.
+        ValueError: no such checkpoint, a file of it that cannot be read, no KDA layer of this number (the message lists those there
+            are), wrong keys or shapes.
     """
-    from safetensors import safe_open
-
     folder = Path(checkpoint)
     files, kda = _layer_keys(folder, layer)
     if layer not in kda:
@@ -212,11 +242,12 @@ def load_kda_layer(checkpoint: str | Path, layer: int, *, backend: str | None = 
     for file in sorted(set(files.values())):
         if not file.exists():
             raise ValueError(f"{file} is missing, which holds tensors of layer {layer}")
-        with safe_open(file, framework="pt") as f:
+        with _opened(file) as f:
             for name in (name for name, where in files.items() if where == file):
                 state[re.sub(r"^(.*\.)?layers\.\d+\.[a-z_]+\.", "", name)] = f.get_tensor(name)
-    config = json.loads((folder / "config.json").read_text()) if (folder / "config.json").exists() else {}
-    config |= config.get("linear_attn_config") or {}
+    config = _read_object(folder / "config.json") if (folder / "config.json").exists() else {}
+    inner = config.get("linear_attn_config")
+    config |= inner if isinstance(inner, dict) else {}
     bound = next((config[name] for name in BOUND_NAMES if config.get(name) is not None), None)
     return layer_from_state_dict(
         state,

@@ -24,6 +24,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 
 from openkda.layer import GatedRMSNorm, KimiDeltaAttention, Packing
 from openkda.model_cache import KDAModelCache, read_layer_cache, write_layer_cache
+from openkda.problem import check_bounds, check_number
 
 # With cuDNN's attention a decoded token took 45 ms on an H200: it seems to plan anew for every number of keys.
 EAGER_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -44,7 +45,8 @@ class KDAConfig(PreTrainedConfig):
         kda_backend: name of the kernel backend, None for the best that serves.
 
     Raises:
-        ValueError: `layer_types` of the wrong length or with an unknown entry; heads that key-value heads do not divide.
+        ValueError: a size below 1, `layer_types` of the wrong length or with an unknown entry, heads that key-value heads do not divide,
+            rotary embeddings of an odd dim or to a base that is not positive. What a KDA layer refuses, it refuses when it is made.
     """
 
     model_type = "openkda"
@@ -75,6 +77,14 @@ class KDAConfig(PreTrainedConfig):
         kda_backend: str | None = None,
         **kwargs,  # the base class's own fields, which from_pretrained hands over
     ):
+        sizes = dict(
+            vocab_size=vocab_size, hidden_size=hidden_size, intermediate_size=intermediate_size, num_hidden_layers=num_hidden_layers,
+            num_attention_heads=num_attention_heads, attention_head_dim=attention_head_dim,
+            num_key_value_heads=num_attention_heads if num_key_value_heads is None else num_key_value_heads,
+        )  # fmt: skip
+        for name, size in sizes.items():
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                raise ValueError(f"{name}={size!r} must be an int of at least 1")
         self.vocab_size, self.hidden_size, self.intermediate_size = vocab_size, hidden_size, intermediate_size
         self.num_hidden_layers = num_hidden_layers
         if layer_types is None:
@@ -84,14 +94,17 @@ class KDAConfig(PreTrainedConfig):
                 f"layer_types must name linear_attention or full_attention for each of num_hidden_layers={num_hidden_layers} layers, "
                 f"got {layer_types}"
             )
-        if num_attention_heads % (num_key_value_heads or num_attention_heads):
+        if num_attention_heads % sizes["num_key_value_heads"]:
             raise ValueError(f"num_attention_heads={num_attention_heads} must be a multiple of num_key_value_heads={num_key_value_heads}")
+        check_number("rope_theta", rope_theta)
+        if rope_theta is not None and (not 0 < rope_theta < float("inf") or attention_head_dim % 2):
+            raise ValueError(f"rope_theta={rope_theta} must be positive, and attention_head_dim={attention_head_dim} even with it")
         self.layer_types = list(layer_types)
         self.num_heads, self.head_dim, self.num_v_heads, self.head_v_dim = num_heads, head_dim, num_v_heads, head_v_dim
         self.conv_size, self.lower_bound, self.allow_neg_eigval = conv_size, lower_bound, allow_neg_eigval
         self.output_gate_bias = output_gate_bias
         self.num_attention_heads = num_attention_heads
-        self.num_key_value_heads = num_attention_heads if num_key_value_heads is None else num_key_value_heads
+        self.num_key_value_heads = sizes["num_key_value_heads"]
         self.attention_head_dim, self.rope_theta = attention_head_dim, rope_theta
         self.rms_norm_eps, self.initializer_range, self.use_cache = rms_norm_eps, initializer_range, use_cache
         self.kda_backend = kda_backend
@@ -283,7 +296,7 @@ class KDAModel(KDAPreTrainedModel):
             return_dict: False for a plain tuple of the outputs.
 
         Raises:
-            ValueError: both or neither of input_ids and inputs_embeds; cu_seqlens with a mask or cache.
+            ValueError: both or neither of input_ids and inputs_embeds; cu_seqlens with a mask or cache; a mask or bounds that do not fit.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("exactly one of input_ids and inputs_embeds must be given")
@@ -294,11 +307,16 @@ class KDAModel(KDAPreTrainedModel):
         if cu_seqlens is not None:
             if attention_mask is not None or cache is not None:
                 raise ValueError("cu_seqlens (packed documents) excludes attention_mask and a cache")
+            if B != 1:
+                raise ValueError(f"input_ids must have B=1 with cu_seqlens, got B={B}")
+            check_bounds(cu_seqlens, None, T, wait=True)
             use_cache = False
         if use_cache and cache is None:
             cache = KDAModelCache(self.config)
         has_full = "full_attention" in self.config.layer_types  # KDA layers need no positions
         past = cache.get_seq_length() if cache is not None and has_full else 0
+        if attention_mask is not None and (attention_mask.dim() != 2 or attention_mask.shape[0] != B or attention_mask.shape[1] < past + T):
+            raise ValueError(f"attention_mask must be [B={B}, past + T={past + T}], got {list(attention_mask.shape)}")
 
         # One look at the mask a step spares every layer the packed path; a compiled graph cannot look and packs.
         full = lambda mask: mask is None or (not torch.compiler.is_compiling() and bool(mask.all()))

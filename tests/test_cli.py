@@ -280,6 +280,11 @@ def test_run_through_a_layer_of_a_checkpoint(tmp_path):
     assert "hidden_states's shape in" in refused("run", path, "--checkpoint", tmp_path / "model", "--layer", 1)
     write(path, {"hidden_states": hidden.int()}, {})
     assert "hidden_states's dtype in" in refused("run", path, "--checkpoint", tmp_path / "model", "--layer", 1)
+    write(path, {"hidden_states": hidden}, {})
+    with torch.no_grad():
+        mixer.k_proj.weight[0, 0] = torch.nan
+    model.save_pretrained(tmp_path / "model")
+    assert "k in layer 1 of " in refused("run", path, "--checkpoint", tmp_path / "model", "--layer", 1)
 
 
 def test_recordings_survive_a_round_trip(recording):

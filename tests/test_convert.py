@@ -155,6 +155,46 @@ def test_what_cannot_be_lifted_is_refused(tmp_path):
         load_kda_layer(empty, 0)
 
 
+PREFIX = "model.layers.1.self_attn."
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("config.json", "{", "config.json cannot be read as JSON"),
+        ("config.json", "[1]", "config.json holds a JSON list; it must be an object"),
+        ("config.json", '{"lower_bound": "x"}', "lower_bound is a str"),
+        ("config.json", '{"rms_norm_eps": null}', "norm_eps is a NoneType"),
+        ("model.safetensors", "", "model.safetensors cannot be read as safetensors"),
+        ("model.safetensors", "\x10\0\0\0\0\0\0\0{", "model.safetensors cannot be read as safetensors"),
+        ("model.safetensors.index.json", "{}", "index.json has no weight_map"),
+        ("model.safetensors.index.json", '{"weight_map": {"model.layers.1.self_attn.A_log": 3}}', "index.json has no weight_map"),
+        ("model.safetensors.index.json", json.dumps({"weight_map": dict.fromkeys((PREFIX + "A_log", PREFIX + "B"), "model.safetensors")}),
+         "model.safetensors cannot be read as safetensors.*B"),
+    ],
+)  # fmt: skip
+def test_files_that_cannot_be_read_are_named(tmp_path, file, content, message):
+    save_file({PREFIX + name: x for name, x in small_layer().state_dict().items()}, tmp_path / "model.safetensors")
+    (tmp_path / file).write_bytes(content.encode())
+    with pytest.raises((ValueError, TypeError), match=message):
+        load_kda_layer(tmp_path, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "weight"),
+    [
+        ("q_proj.weight", torch.tensor(1.0)),
+        ("q_conv1d.weight", torch.zeros(16, 4)),
+        ("A_log", torch.zeros(0)),
+        ("dt_bias", torch.zeros(0)),
+        ("o_proj.weight", torch.zeros(20, 16, dtype=torch.int32)),
+    ],
+)
+def test_weights_that_are_none(name, weight):
+    with pytest.raises(ValueError, match=f"{name} is .* it must have . dimensions, none of them 0, and floating-point values"):
+        layer_from_state_dict(small_layer().state_dict() | {name: weight})
+
+
 def test_a_single_file_checkpoint_needs_no_index(tmp_path):
     layer = small_layer()
     save_file(

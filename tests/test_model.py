@@ -119,6 +119,17 @@ def test_packed_documents_equal_each_alone(mix):
             torch.testing.assert_close(logits, model(piece).logits, rtol=1e-9, atol=1e-9)
     with pytest.raises(ValueError, match="excludes attention_mask and a cache"):
         model(ids, cu_seqlens=bounds, attention_mask=torch.ones(1, 17))
+    with pytest.raises(ValueError, match="B=1 with cu_seqlens, got B=2"):
+        model(tokens(2, 17), cu_seqlens=bounds)
+    with pytest.raises(ValueError, match="cu_seqlens's last entry is 17; it must be at most T = 16"):
+        model(ids[:, :16], cu_seqlens=bounds)
+
+
+@pytest.mark.parametrize("shape", [(1, 3), (3, 5), (2, 1, 5, 5)])
+def test_masks_that_do_not_fit(shape):
+    """Of ones, too, which would hide nothing."""
+    with pytest.raises(ValueError, match=r"attention_mask must be \[B=2, past \+ T=5\], got"):
+        small_model()(tokens(2, 5), attention_mask=torch.ones(shape))
 
 
 @pytest.mark.parametrize("mix", MIXES)
@@ -291,6 +302,23 @@ def test_configuration():
         KDAConfig(num_hidden_layers=2, layer_types=[LINEAR])
     with pytest.raises(ValueError, match=r"got .*mamba"):
         KDAConfig(num_hidden_layers=1, layer_types=["mamba"])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(vocab_size=0), "vocab_size=0 must be an int of at least 1"),
+        (dict(hidden_size="8"), "hidden_size='8' must be an int of at least 1"),
+        (dict(num_attention_heads=0), "num_attention_heads=0"),
+        (dict(num_key_value_heads=0), "num_key_value_heads=0"),
+        (dict(rope_theta=0.0), "rope_theta=0.0 must be positive"),
+        (dict(rope_theta=1e4, attention_head_dim=3), "attention_head_dim=3 even"),
+        (dict(rope_theta="x"), "rope_theta is a str; it must be a number or None"),
+    ],
+)
+def test_impossible_configurations(options, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        KDAConfig(**options)
 
 
 @pytest.mark.gpu

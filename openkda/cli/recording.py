@@ -89,6 +89,8 @@ def through_layer(path: Path, checkpoint: Path, layer: int) -> Recording:
     with torch.no_grad():
         call = mixer.kernel_inputs(x.to(mixer.q_proj.weight.dtype))
     tensors = {name: t.detach() for name, t in call.items() if name in (*REQUIRED, *OPTIONAL) and t is not None}
+    for name, t in tensors.items():
+        _check_values(f"layer {layer} of {checkpoint}", name, t, log_decay=False)
     options = {name: call.get(name, False) for name in FLAGS} | {name: call.get(name) for name in NUMBERS}
     return Recording(path, tensors, options, {**provenance, "checkpoint": str(checkpoint), "layer": str(layer)})
 
@@ -157,8 +159,8 @@ def _number(path: Path, name: str, text: str) -> float | None:
     return number
 
 
-def _check_values(path: Path, name: str, x: torch.Tensor, log_decay: bool) -> None:
-    """Refuses NaN and infinity, and a growing state: a log decay above 0."""
+def _check_values(path: Path | str, name: str, x: torch.Tensor, log_decay: bool) -> None:
+    """Refuses NaN and infinity, and a growing state: a log decay above 0. path: where the tensor is from."""
     if not x.is_floating_point():
         return
     for bad, what in ((~x.isfinite(), "non-finite"), (x > 0 if log_decay else None, "positive (g is a log decay, at most 0)")):
