@@ -26,7 +26,7 @@ def expected(lengths, target, rows):
         steps = -(-length // STEP)
         count = max(1, -(-steps // target))
         lo, before = sum(lengths[:n]), len(segments)
-        cut = [min(lo + STEP * (i * steps // count), lo + length) for i in range(count + 1)]
+        cut = [min(lo + STEP * -(-i * steps // count), lo + length) for i in range(count + 1)]
         segments += [[n, a, b, lo, lo + length, before, count] for a, b in pairwise(cut)]
         whole.append([n, lo, lo + length, lo, lo + length, before, count])
     return segments + [[-1, 0, 0, 0, 0, 0, 1]] * (rows - len(segments)), whole

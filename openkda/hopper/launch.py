@@ -46,7 +46,7 @@ def fixed_rows(B: int, T: int, target: int) -> list[list[int]]:
     """Segment table of B sequences of T tokens, at most `target` steps a segment, as Python integers (see segments.py)."""
     steps = -(-T // STEP)
     count = max(1, -(-steps // target))
-    cut = lambda b, i: min(b * T + STEP * (i * steps // count), (b + 1) * T)
+    cut = lambda b, i: min(b * T + STEP * -(-i * steps // count), (b + 1) * T)  # the last, which writes final_state, is a short one
     return [[b, cut(b, i), cut(b, i + 1), b * T, (b + 1) * T, b * count, count, 0] for b in range(B) for i in range(count)]
 
 

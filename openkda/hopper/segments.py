@@ -75,8 +75,8 @@ def table_kernel(cu_ptr, segments_ptr, whole_ptr, chunks_ptr, N, T, target, NS, 
     count = tl.maximum((steps + target - 1) // target, 1)
     _store_row(whole_ptr, rank, n < N, n, first, stop, first, stop, before, count)
     for i in range(tl.max(tl.where(n < N, count, 0), 0)):
-        begin = first + 32 * (i * steps // count)
-        end = tl.minimum(first + 32 * ((i + 1) * steps // count), stop)
+        begin = first + 32 * ((i * steps + count - 1) // count)  # rounded up: the last, which writes final_state, is a short one
+        end = tl.minimum(first + 32 * (((i + 1) * steps + count - 1) // count), stop)
         _store_row(segments_ptr, before + i, (n < N) & (i < count), n, begin, end, first, stop, before, count)
     if tl.program_id(0) == 0:
         none = tl.zeros([BS], tl.int32)
