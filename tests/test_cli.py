@@ -262,6 +262,26 @@ def test_an_interrupt_leaves_nothing_behind(tmp_path, sent, code):
     assert [p.name for p in tmp_path.iterdir()] == ["in.safetensors"]
 
 
+@pytest.mark.parametrize("moment", ["torch", "numpy", "typer"])
+def test_an_interrupt_while_modules_are_imported(moment):
+    """The command as it is installed, interrupted when it begins to import a module."""
+    code = """
+import os, signal, sys
+class Interrupting:
+    def find_spec(self, name, *rest):
+        if name == MOMENT:
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Interrupting())
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from openkda_command import main
+main()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code.replace("MOMENT", repr(moment)), "info"], capture_output=True, text=True, cwd=Path(__file__).parents[1]
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "openkda: interrupted\n")
+
+
 def test_run_through_a_layer_of_a_checkpoint(tmp_path):
     config = KDAConfig(vocab_size=32, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_heads=2, head_dim=16)
     model = KDAForCausalLM(config)

@@ -6,7 +6,7 @@ EXTRAS = dict.fromkeys(("typer", "rich", "safetensors", "numpy", "matplotlib"), 
 
 
 def main() -> None:
-    """Entry point of the command `openkda`."""
+    """What the command `openkda` does once torch is imported (openkda_command.py)."""
     try:
         from openkda.cli.app import run_app
 
@@ -18,4 +18,5 @@ def main() -> None:
         print(f"openkda: this needs the package {package}, which is missing: pip install 'openkda[{EXTRAS[package]}]'", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:  # before or after a command, which handle it themselves
+        print("openkda: interrupted", file=sys.stderr)
         sys.exit(130)
