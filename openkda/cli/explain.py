@@ -16,6 +16,7 @@ from openkda.cli.errors import BadInput, refusals
 from openkda.cli.recording import replacing
 from openkda.problem import GATES, Problem, describe, fail
 
+LARGEST = 2**40  # tokens, heads and the like, far beyond any device
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 
 
@@ -89,11 +90,11 @@ def describe_call(
             if value is not None and value not in DTYPES:
                 raise fail(name, repr(value), "one of " + ", ".join(DTYPES))
         for name, value in (("B", B), ("T", T), ("H", H), ("HV", HV), ("K", K), ("V", V)):
-            if value is not None and value < 0:
-                raise fail(name, value, "at least 0")
+            if value is not None and not 0 <= value <= LARGEST:
+                raise fail(name, value, f"at least 0 and at most {LARGEST}")
         if lengths is not None:
-            if min(lengths) < 0:
-                raise fail("lengths", list(lengths), "at least 0 each")
+            if min(lengths) < 0 or sum(lengths) > LARGEST:
+                raise fail("lengths", list(lengths), f"at least 0 each and at most {LARGEST} in all")
             B, T = 1, sum(lengths)
         HV, V, N = H if HV is None else HV, K if V is None else V, B if lengths is None else len(lengths)
         meta = lambda *shape, dtype=dtype: torch.empty(*shape, dtype=DTYPES[dtype], device="meta")
