@@ -366,6 +366,8 @@ def check_cu_seqlens(cu: torch.Tensor, cu_cpu: torch.Tensor | None, T: int) -> t
     if known is not None and known[0]() is source and known[1] == version:
         lengths = known[2]
     else:
+        if source.is_meta:
+            raise fail("cu_seqlens's device", source.device, "one with values, where the tensors are, or the CPU")
         values = source.tolist()
         if values[0] != 0:
             raise fail("cu_seqlens's first entry", values[0], "0")

@@ -205,6 +205,8 @@ def test_bad_cu_seqlens_cpu():
     refuses(ValueError, dict(cu_seqlens_cpu=torch.tensor([0, 16], device="meta")), ["cu_seqlens_cpu's device", "meta", "cpu"], case=case)
     on_meta = dict(cu_seqlens=torch.tensor([0, 16], device="meta"), cu_seqlens_cpu=torch.tensor([0, 16]))
     refuses(ValueError, on_meta, ["cu_seqlens's device", "meta", "cpu, where the tensors are"], case=case)
+    alone = dict(cu_seqlens=torch.tensor([0, 16], device="meta"))
+    refuses(ValueError, alone, ["cu_seqlens's device", "meta", "one with values"], case=case)
     refuses(ValueError, dict(cu_seqlens_cpu=torch.tensor([0, 12])), ["cu_seqlens_cpu[1] is 12", "cu_seqlens[1] = 16"], case=case)
     refuses(ValueError, dict(use_graph=True, max_num_seqs=2), ["max_num_seqs", "2", "1"], case=case)
 
