@@ -321,6 +321,7 @@ def test_command_stops_at_its_limit(tmp_path):
         (["--device", "tpu"], "--device is 'tpu'"),
         (["--limit", "-1"], "--limit is -1"),
         (["--limit", "nan"], "--limit is nan"),
+        (["--plot", "p.txt"], "--plot is p.txt; it must be a .png file"),
         (["--json", "/proc/openkda/x.json"], "cannot be written"),
     ],
 )

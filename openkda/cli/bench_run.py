@@ -46,6 +46,8 @@ def run_bench(
     where = _device(device)
     if limit is not None and not limit >= 0:
         raise BadInput(f"--limit is {limit:g}; it must be a number of seconds, at least 0")
+    if plot_path is not None and plot_path.suffix != ".png":
+        raise BadInput(f"--plot is {plot_path}; it must be a .png file")
     what = TRAINING if training else FORWARD
     names = _names("shapes", shapes, all_=what.cpu_shapes if where.type == "cpu" else what.gpu_shapes, parsed=True)
     cells = [Shape.parse(name) for name in names], _names("regimes", regimes, REGIMES), _names("gates", gates, GATES)
