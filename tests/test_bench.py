@@ -330,7 +330,7 @@ def test_bad_options_are_one_sentence(arguments, says, tmp_path, monkeypatch):
     monkeypatch.setattr(
         peers.importlib.metadata, "version", lambda name: (_ for _ in ()).throw(peers.importlib.metadata.PackageNotFoundError)
     )
-    result = command("--device", "cpu", *arguments, "--plot", tmp_path / "p.png")
+    result = command("--device", "cpu", "--plot", tmp_path / "p.png", *arguments)
     assert result.exit_code == 2, result.output
     assert says in result.output and result.output.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
