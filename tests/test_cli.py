@@ -351,12 +351,14 @@ def test_explain_says_who_serves_and_what_moves(tmp_path):
 
 def test_explain_refuses_in_one_sentence(tmp_path):
     assert "K is -1" in refused("explain", "--K", -1)
+    assert f"T is {10**22}; it must be at least 0 and at most" in refused("explain", "--T", 10**22)
     assert "q's last dimension is 300" in refused("explain", "--K", 300)
     assert "gate is 'hard'" in refused("explain", "--gate", "hard")
     assert "dtype is 'int8'" in refused("explain", "--dtype", "int8")
     assert "--device is 'abacus'" in refused("explain", "--device", "abacus")
     assert "--lengths is '1;2'" in refused("explain", "--lengths", "1;2")
     assert "lengths is [3, -1]" in refused("explain", "--lengths", "3,-1")
+    assert f"lengths is [{10**22}]" in refused("explain", "--lengths", 10**22)
     assert "--draw is map.jpg" in refused("explain", "--draw", "map.jpg")
     assert "cannot serve this call" in refused("explain", "--device", "cpu", "--backend", "portable", "--dtype", "fp64")
 
