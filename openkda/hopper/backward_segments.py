@@ -29,11 +29,12 @@ from openkda.hopper.backward_steps import forward_steps, locate, map_steps, reve
 from openkda.hopper.config import STEP
 from openkda.hopper.launch import TABLE, TABLE_ROWS, dense, fixed_tables
 from openkda.hopper.runtime import launch, on_device
-from openkda.hopper.segments import COLUMNS, DROP_BITS, table_kernel
+from openkda.hopper.segments import COLUMNS, table_kernel
 from openkda.plan import Plan
 from openkda.problem import Inputs, Problem
 
 BLOCK = 64  # rows of a block, of V or of M
+DROP_BITS = tl.constexpr(40.0)  # chunks whose M has no entry above 2^-DROP_BITS drop what lies before them
 ROWS = 16  # rows of V in a chain
 STAGES = 3  # chunks in flight: two blocks share a multiprocessor
 

@@ -136,7 +136,7 @@ class Costs:
     half_start: float = 12.5
     apart: float = 1.14  # how much longer a step of V in two takes where its blocks do not share their preparation
     whole: float = 1.0  # the same for the launch of what segments could not do
-    own_start: float = 6.9  # of a forward block with its own tail
+    own_start: float = 6.2  # of a forward block with its own tail
     entry_start: float = 13.5  # of one that reads its entry state
     tail_start: float = 6.0  # of the pass over the tails
     summary_start: float = 11.0  # of the pass over segments, which writes (b, M)
@@ -152,7 +152,7 @@ class Costs:
 PRODUCT = Costs(full=1.83, half=1.15, own=2.45, state=2.33)
 COSTS = {
     "product": replace(PRODUCT, whole=PRODUCT.apart),
-    "halves": replace(PRODUCT.slower(1.18), half=1.32, own=3.0, own_start=8.0, state=3.15, turn=11.6),
+    "halves": replace(PRODUCT.slower(1.18), half=1.32, own=3.2, own_start=6.3, state=3.15, turn=11.6),
     "levels": replace(PRODUCT.slower(2.85), half=2.5, own=5.1, own_start=9.5, apart=1.5, turn=11.6),
 }  # fmt: skip
 WORTH = 0.95  # of the time of an unsplit run: what a cut must promise
@@ -250,8 +250,9 @@ def choose(problem: Problem, lengths: tuple[int, ...] | None = None) -> Config:
     if p.K == p.V == 128:
         held = own_tail_blocks(base_tiles(p, FULL, split="tails"))
         for steps in dict.fromkeys(-(-longest // parts) for parts in PARTS if parts <= longest):
-            # A bounded gate that forgets at all does so in 32 tokens; one of softplus form in 48.
-            tail = min(TAIL, max(2 if p.bounded else 3, 2 * (steps // 4)))
+            # A bounded gate that forgets at all does so in 32 tokens; most heads of one of softplus form too, and all of few heads, which
+            # segments of a step mean: they and their tails are one group then. Else 48 tokens.
+            tail = min(TAIL, max(2 if p.bounded or steps == 1 else 3, 2 * (steps // 4)))
             if 2 * steps + tail <= held:
                 found += [Cut("tails", shape, steps, tail) for shape in shapes]
             tail = min(tail, 2 * steps)

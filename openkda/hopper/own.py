@@ -4,7 +4,8 @@ A block starts `tail` blocks of 16 tokens before its segment, from (0, I). The s
 M through the tail, 16 rows a warp (rows do not depend on one another), when all groups are prepared: in the midst of the preparation M's
 registers would be too many. So the tail's tiles must still be there, and such blocks have no more groups than the ring: one of four blocks,
 which the first partition prepares while the second is free for M; one of eight, on one partition of eight warps; or as many as fit, all
-prepared by the first partition, while the second runs M, 64 rows after 64, and the scan goes on before it reads the verdict (`parted`).
+prepared by the first partition, while the second runs M, 64 rows after 64 (`parted`). The scan goes on before it reads the verdict, for a
+block of its segment, or in the last form, where M takes longer, for as many as the tail has and two.
 
     M <- (M + (-r_k M kd^T) T0^T ki) exp(G_C)      or, with a kg tile, M exp(G_C) + (-r_k M kd^T) T0^T kg
 
@@ -15,7 +16,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from openkda.hopper.compat import gl, gluon, mbarrier, mma_v2
-from openkda.hopper.segments import DROP_BITS
+from openkda.hopper.segments import DROPPED
 from openkda.hopper.tiles import plain_shared, row_layout
 
 
@@ -121,7 +122,7 @@ def try_rows(ring, work, part, T: gl.constexpr):
     for n in range(work.tail):
         M0, M1 = advance_map(M0, M1, ring, n, T)
     most = gl.maximum(gl.abs(M0), gl.abs(M1))
-    return ((gl.max(gl.max(most, 1), 0) <= 2.0**-DROP_BITS) | work.from_initial).to(gl.int32)
+    return ((gl.sum(gl.max(most, 1), 0) <= DROPPED) | work.from_initial).to(gl.int32)
 
 
 @gluon.jit

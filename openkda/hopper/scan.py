@@ -322,19 +322,14 @@ def scan_two_rows(ring, before, out, states, known_ptr, verdict, work, segment, 
                 mbarrier.wait(ring.ready.index(n // T.wide), 0)
                 gl.thread_barrier()  # each thread has waited; without it racecheck reports the decay, read here first
             S0, S1 = advance_two(S0, S1, ring, n, T)
-        if work.steps > 0:
-            if not parted(T):
-                known = read_verdict(verdict, T)
-                gl.store(known_ptr + work.head * NS + segment, known)
-                stop = gl.where(known != 0, stop, first)
     o0 = gl.zeros([64, 16], out.tile.dtype, L16)
     o1 = o0
     begin = first
     end = stop
-    parts: gl.constexpr = 2 if parted(T) else 1
+    parts: gl.constexpr = 2 if T.split == "tails" else 1
     for part in range(gl.minimum(work.tail, 0) + parts if parts > 1 else parts):  # a loop: code is dear
-        if parted(T):  # M takes longer than the state; what a segment writes in vain, the launch that serves its head writes again
-            check = gl.minimum(stop, 2 * work.tail + 2)
+        if parts > 1:  # M takes longer than the state; what a segment writes in vain, the launch that serves its head writes again
+            check = gl.minimum(stop, 2 * work.tail + 2 if parted(T) else first + 1)
             begin = gl.where(part == 0, first, check)
             end = check
             if part != 0:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from openkda.hopper.compat import gl, gluon, mbarrier, warpgroup_mma, warpgroup_mma_wait
 from openkda.hopper.scan import first_state, ki_tile
-from openkda.hopper.segments import DROP_BITS
+from openkda.hopper.segments import DROPPED
 from openkda.hopper.tiles import group_layout, to_f32
 
 
@@ -91,7 +91,7 @@ def summary_scan(ring, states, sink, work, segment, HV, NS, T: gl.constexpr):
     if work.steps > 0:
         at = segment.to(gl.int64) * HV + work.head
         if sink.tail > 0:
-            small = ((gl.max(gl.max(gl.abs(M), 1), 0) <= 2.0**-DROP_BITS) | work.from_initial).to(gl.int32)
+            small = ((gl.sum(gl.max(gl.abs(M), 1), 0) <= DROPPED) | work.from_initial).to(gl.int32)
             gl.store(sink.known_ptr + work.head * NS + segment + 1, small)
             if small != 0:
                 store_lines(ring, B, states.entry_ptr + (at + HV) * (K * K))
