@@ -5,6 +5,8 @@ from importlib import import_module
 
 import pytest
 import torch
+from conftest import KERNELS
+from fault_case import finest, width
 from torch.utils.checkpoint import checkpoint
 
 from openkda import chunk_kda
@@ -21,6 +23,7 @@ from openkda.testing import (
 )
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+kernels = pytest.mark.parametrize("backend", KERNELS)
 
 
 portable_gradients = partial(gradients, backend="portable")
@@ -174,17 +177,18 @@ def test_gradient_of_one_output(device):
         assert relative_error(parts[0][name] + parts[1][name], both) < 1e-4
 
 
-def test_upstream_gradients_of_any_stride(device):
-    case = make_case("init", B=2, T=35, H=2, K=16, dtype=BF16, device=device)
+@kernels
+def test_upstream_gradients_of_any_stride(device, backend):
+    case = make_case("init", B=2, T=35, H=2, K=width(backend), dtype=BF16, device=device)
     do, _ = cotangents(case)
     expected = None
     for given in (do, do.transpose(1, 2).contiguous().transpose(1, 2), torch.stack([do, do], -1)[..., 0]):
         args = leaves(case)
-        chunk_kda(**args, backend="portable")[0].backward(given)
+        chunk_kda(**args, backend=backend)[0].backward(given)
         expected = expected or {n: args[n].grad for n in ("q", "k", "v", "g", "beta")}
         assert all(torch.equal(args[n].grad, x) for n, x in expected.items())
     args = leaves(case)
-    chunk_kda(**args, backend="portable")[0].sum().backward()  # an expanded scalar: every stride zero
+    chunk_kda(**args, backend=backend)[0].sum().backward()  # an expanded scalar: every stride zero
     assert args["q"].grad.isfinite().all()
 
 
@@ -202,12 +206,13 @@ def test_views_of_one_projection(device):
     assert torch.equal(*found)
 
 
-def test_checkpoint_hooks_and_a_retained_graph(device):
-    case = make_case("init", T=35, H=1, K=16, device=device)
-    expected = portable_gradients(case)
+@kernels
+def test_checkpoint_hooks_and_a_retained_graph(device, backend):
+    case = make_case("init", T=35, H=1, K=width(backend), dtype=finest(backend), device=device)
+    expected = gradients(case, backend=backend)
     args = leaves(case)
     names = [n for n, x in args.items() if isinstance(x, torch.Tensor)]
-    call = lambda *tensors: chunk_kda(**{**args, **dict(zip(names, tensors))}, backend="portable")
+    call = lambda *tensors: chunk_kda(**{**args, **dict(zip(names, tensors))}, backend=backend)
     o, final = checkpoint(call, *(args[n] for n in names), use_reentrant=False)
     seen = []
     o.register_hook(lambda do: seen.append(do.shape))
@@ -216,16 +221,17 @@ def test_checkpoint_hooks_and_a_retained_graph(device):
     assert all(torch.equal(args[n].grad, x) for n, x in expected.items())
 
     args = leaves(case)
-    o, final = chunk_kda(**args, backend="portable")
+    o, final = chunk_kda(**args, backend=backend)
     for _ in range(2):
         torch.autograd.backward([o, final], list(cotangents(case)), retain_graph=True)
     assert all(torch.equal(args[n].grad, x + x) for n, x in expected.items())
 
 
-def test_autocast(device):
+@kernels
+def test_autocast(device, backend):
     """Inside autocast the call behaves as outside: it takes its tensors as they are."""
-    case = make_case("init", T=35, H=1, HV=2, K=16, dtype=BF16, gate_dtype=FP32, device=device)
-    expected = portable_gradients(case)
+    case = make_case("init", T=35, H=1, HV=2, K=width(backend), dtype=BF16, gate_dtype=FP32, device=device)
+    expected = gradients(case, backend=backend)
     with torch.autocast(device.type, dtype=BF16):
-        found = portable_gradients(case)
+        found = gradients(case, backend=backend)
     assert all(torch.equal(found[n], x) for n, x in expected.items())

@@ -4,6 +4,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from fault_case import finest, width
 from torch._subclasses import FakeTensorMode
 
 from openkda import chunk_kda, fused_recurrent_kda
@@ -47,16 +48,16 @@ def step(model, x, state):
     return [p.grad.clone() for p in model.parameters()]
 
 
-@pytest.mark.parametrize("backend", ["torch", "portable"])
 def test_whole_graph_trains(device, backend):
     torch.manual_seed(0)
-    model = Mixer(backend).to(device)
-    x, state = torch.randn(2, 35, 16, device=device), 0.1 * torch.randn(2, 1, 16, 16, device=device)
+    D, dtype = width(backend), finest(backend)
+    model = Mixer(backend, D).to(device, dtype)
+    x, state = torch.randn(2, 35, D, device=device, dtype=dtype), 0.1 * torch.randn(2, 1, D, D, device=device)
     expected = step(model, x, state)
     model.zero_grad()
     found = step(torch.compile(model, fullgraph=True, backend="aot_eager"), x, state)
     for a, b in zip(found, expected):
-        assert relative_error(a, b) < 1e-5
+        assert relative_error(a, b) < (1e-5 if dtype == torch.float32 else 1e-2)
 
 
 def test_shapes_may_vary(device):
@@ -77,20 +78,19 @@ def test_intermediate_states_in_a_graph(device, lengths):
 
 
 def operands(device, backend, **changes):
-    case = make_case("random", **{**dict(T=20, H=1, HV=2, K=16, V=8), **changes}, device=device)
+    sizes = dict(T=20, H=1, HV=2, K=width(backend), V=width(backend, 8), dtype=finest(backend))
+    case = make_case("random", **{**sizes, **changes}, device=device)
     names = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state", "cu_seqlens")
     tensors = [case.args.get(n) for n in names]
     return [t.requires_grad_() if t is not None and t.is_floating_point() else t for t in tensors], (*FLAGS[1:], backend)
 
 
-@pytest.mark.parametrize("backend", ["torch", "portable"])
 @pytest.mark.parametrize("changes", [dict(), dict(lengths=(5, 0, 15)), dict(initial_state=False, HV=1)])
 def test_opcheck(device, backend, changes):
     tensors, flags = operands(device, backend, **changes)
     torch.library.opcheck(chunk_kda_op, (*tensors, *flags))
 
 
-@pytest.mark.parametrize("backend", ["torch", "portable"])
 def test_opcheck_backward(device, backend):
     tensors, flags = operands(device, backend)
     given = [t if t is None else t.detach() for t in tensors]
