@@ -143,6 +143,8 @@ def forward_phrases(data: dict) -> Iterable[str]:
     yield f"at the {data['copy_bandwidth_tbps']:.2f} TB/s of a copy"
     yield f"commit {data['commit'][:7]}"
     yield fla_times(data, lambda gate: f"{gate[0]:.0f} to {gate[1]:.0f}", "at T8192 H16 with a bounded gate and {} with softplus")
+    small = [r for r in data["rows"] if r["impl"] == "hopper" and r["shape"] == "T1024_H4"]
+    yield f"{between((r['host_us'] for r in small), whole)} us (medians {between((r['host_median_us'] for r in small), whole)}"
 
 
 def fla_times(data: dict, form: Callable[[tuple[float, float]], str], rest: str) -> str:
@@ -191,6 +193,21 @@ def training(data: dict) -> Rows:
             both = [f"{large(r['graph_ms'])} ({large(r['eager_ms'])})" for r in (ours, cudnn)]
             rows[name, regime] = [large(ours["forward_ms"]), *both, largest_error(ours), f"{ours['peak_mib'] / 1024:.2f} GiB"]
     return rows
+
+
+def training_peer_phrases(data: dict) -> Iterable[str]:
+    """The second peer of a training step in docs/backward.md."""
+    found = {(r["impl"], r["regime"]): r for r in data["rows"]}
+    pair = lambda impl, field: [f"{found[impl, regime][field]:.2f}" for regime in REGIMES[:2]]
+    both = lambda values: " and ".join(values)
+    times = pair("fla", "graph_ms")
+    either = f"{times[0]} ms with either gate" if times[0] == times[1] else f"{both(times)} ms"
+    worst = max((found["fla", regime] for regime in REGIMES[:2]), key=lambda row: max(row["err_grads"].values()))
+    name, error = max(worst["err_grads"].items(), key=lambda item: item[1])
+    yield (
+        f"{either} ({both(pair('fla', 'eager_ms'))} eager), {worst['peak_mib'] / 1024:.2f} GiB, its largest gradient error {power(error)} "
+        f"(`{name}`); here {both(pair('hopper', 'graph_ms'))} ({both(pair('hopper', 'eager_ms'))})"
+    )
 
 
 def largest_error(row: dict) -> str:
@@ -254,6 +271,26 @@ def longtail_phrases(data: dict) -> Iterable[str]:
     yield f"the long one alone {at('T16384_H16', 'init')} and {at('T16384_H16', 'random')}"
 
 
+def counted(data: dict) -> str:
+    """What became of tests."""
+    return f"{data['passed']} passed, {data['failed'] or 'none'} failed"
+
+
+def gpu_tests_phrases(data: dict) -> Iterable[str]:
+    """The tests that need a GPU, CONTRIBUTING.md."""
+    yield f"At {data['commit'][:7]}, on an H200: {counted(data)}, {data['skipped']} skipped"
+
+
+def any_device_phrases(data: dict) -> Iterable[str]:
+    """Those that run on any device, on a GPU, CONTRIBUTING.md."""
+    yield f"of those that run on any device {counted(data)}"
+
+
+def sanitizer_phrases(data: dict) -> Iterable[str]:
+    """How much compute-sanitizer saw, docs/hopper_prefill.md."""
+    yield f"{len({r['case'] for r in data['rows']})} cases, commit {data['commit'][:7]}"
+
+
 FORWARD = "2026-11-30-forward"
 PREFILL = "docs/hopper_prefill.md"
 TABLES = (
@@ -271,6 +308,10 @@ PHRASES = (
     Phrases("README.md", FORWARD, forward_phrases_in_brief),
     Phrases(PREFILL, FORWARD, forward_phrases),
     Phrases(PREFILL, "2026-11-30-longtail", longtail_phrases),
+    Phrases(PREFILL, "2026-11-30-sanitizer", sanitizer_phrases),
+    Phrases("docs/backward.md", "2026-11-30-training-fla", training_peer_phrases),
+    Phrases("CONTRIBUTING.md", "2026-11-30-gpu-tests", gpu_tests_phrases),
+    Phrases("CONTRIBUTING.md", "2026-11-30-gpu-tests-any-device", any_device_phrases),
     Phrases("docs/portable.md", "2026-11-30-portable-forward", portable_phrases),
     Phrases("README.md", "2026-11-30-decode", decode_phrases),
 )
