@@ -250,9 +250,8 @@ def choose(problem: Problem, lengths: tuple[int, ...] | None = None) -> Config:
     if p.K == p.V == 128:
         held = own_tail_blocks(base_tiles(p, FULL, split="tails"))
         for steps in dict.fromkeys(-(-longest // parts) for parts in PARTS if parts <= longest):
-            # A bounded gate that forgets at all does so in 32 tokens; most heads of one of softplus form too, and all of few heads, which
-            # segments of a step mean: they and their tails are one group then. Else 48 tokens.
-            tail = min(TAIL, max(2 if p.bounded or steps == 1 else 3, 2 * (steps // 4)))
+            # A bounded gate that forgets at all does so in 32 tokens; one of softplus form in 48.
+            tail = min(TAIL, max(2 if p.bounded else 3, 2 * (steps // 4)))
             if 2 * steps + tail <= held:
                 found += [Cut("tails", shape, steps, tail) for shape in shapes]
             tail = min(tail, 2 * steps)

@@ -326,10 +326,10 @@ def scan_two_rows(ring, before, out, states, known_ptr, verdict, work, segment, 
     o1 = o0
     begin = first
     end = stop
-    parts: gl.constexpr = 2 if T.split == "tails" else 1
+    parts: gl.constexpr = 2 if parted(T) else 1
     for part in range(gl.minimum(work.tail, 0) + parts if parts > 1 else parts):  # a loop: code is dear
-        if parts > 1:  # M takes longer than the state; what a segment writes in vain, the launch that serves its head writes again
-            check = gl.minimum(stop, 2 * work.tail + 2 if parted(T) else first + 1)
+        if parted(T):  # M takes longer than the state; what a segment writes in vain, the launch that serves its head writes again
+            check = gl.minimum(stop, 2 * work.tail + 2)
             begin = gl.where(part == 0, first, check)
             end = check
             if part != 0:
@@ -377,6 +377,9 @@ def scan_two_rows(ring, before, out, states, known_ptr, verdict, work, segment, 
                 mbarrier.arrive(ring.empty.index(b // 2), count=1)
     if stop > first:
         store_rows(out, (o0, o1), row + 16 * (stop - 1), stop & 1, work, HV, T)
+    if T.split == "tails" and not parted(T):
+        if work.steps > 0:
+            gl.store(known_ptr + work.head * NS + segment, read_verdict(verdict, T))
     end_item(ring, stop, before, work, T)
     tma.store_wait(0)
     last_state(states, S0, work, HV, 0, T)

@@ -7,8 +7,8 @@ A sequence is cut into segments of nearly equal numbers of 32-token steps, by le
 `known [HV, NS] int32` says, per head and segment, whether `entry [NS, HV, V, K]` already holds the segment's entry state. The tail pass
 runs the state over the last steps before each segment from (0, I) and so gets (M, b): the true entry state is E M + b for the unknown state
 E before the tail. |E M| is at most max |E| times the sum, over the rows of M, of each one's largest |M|, row by row of E. Where that sum is
-at most DROPPED in either half of the rows, that is 2^-25 of max |E|, half an ulp of what fp32 keeps of it: b is the entry state. The
-measured M needs no assumption on gates, keys or beta, and depends on earlier tokens only.
+at most DROPPED in either half of the rows, that is 2^-33 of max |E|, below half an ulp of what fp32 keeps of a state of E's size, or of
+1/256 of it: b is the entry state. The measured M needs no assumption on gates, keys or beta, and depends on earlier tokens only.
 Where M is not that small, `summary` gives (M, b) of whole segments and `combine_kernel` chains them: entry[s + 1] = entry[s] M_s + b_s."""
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from openkda.hopper.cluster import meet
 from openkda.hopper.compat import gdc_launch_dependents, gdc_wait, gl, gluon, mbarrier
 from openkda.hopper.tiles import Work, plain_shared
 
-DROPPED = tl.constexpr(2.0**-26)  # a tail drops what lies before it where the largest |M| of the rows of M's halves sum to no more
+DROPPED = tl.constexpr(2.0**-34)  # a tail drops what lies before it where the largest |M| of the rows of M's halves sum to no more
 COLUMNS = tl.constexpr(8)  # of the segment table
 
 
