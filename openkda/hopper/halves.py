@@ -155,13 +155,19 @@ def load_half(kq, h: gl.constexpr, T: gl.constexpr):
 
 @gluon.jit
 def outward_half(kq, ki, h: gl.constexpr, k, q, e, w, T: gl.constexpr):
-    """Half h: k 2^e and k 2^-e, then q 2^e, which needs fewer registers than all at once. Returns (k 2^-e, k 2^-e w)."""
+    """Half h: k 2^e and k 2^-e, then q 2^e, which needs fewer registers than all at once. Returns (k 2^-e, k 2^-e w).
+
+    k and q in one store, without the barrier between two, take 1 to 3 % off small calls and state passes; blocks in clusters get 1.5 %
+    slower."""
     up = ex2(e)
     rows, columns, kg = outward_key(k, up, e, w)
-    kq.slice(8 * h, 8, dim=1).slice(0, WIDTH, dim=2).store(rows)
-    ki.slice(8 * h, 8, dim=1).slice(0, WIDTH, dim=2).store(columns)
-    if T.outputs:
+    if T.cluster:
+        kq.slice(8 * h, 8, dim=1).slice(0, WIDTH, dim=2).store(rows)
+        ki.slice(8 * h, 8, dim=1).slice(0, WIDTH, dim=2).store(columns)
         kq.slice(16 + 8 * h, 8, dim=1).slice(0, WIDTH, dim=2).store(scaled(q, up))
+    else:
+        ki.slice(8 * h, 8, dim=1).slice(0, WIDTH, dim=2).store(columns)
+        store_rows(kq, h, rows, scaled(q, up) if T.outputs else rows, T)
     return columns, kg
 
 
