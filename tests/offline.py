@@ -26,6 +26,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from openkda.hopper.runtime import Launch
+
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
     "sm_90": GPUTarget("cuda", 90, 32),
@@ -88,39 +90,44 @@ def amdgcn_usage(text: str) -> tuple[int, int]:
 
 
 def describe_kernel(kernel: object) -> Compiled:
-    """A `Compiled` from Triton's CompiledKernel."""
+    """A `Compiled` from Triton's CompiledKernel or openkda's."""
     if "cubin" in kernel.asm:
         registers, spills = cubin_usage(kernel.asm["cubin"])
     else:
         registers, spills = amdgcn_usage(kernel.asm["amdgcn"])
-    metadata = kernel.metadata
-    return Compiled(metadata.name, registers, spills, metadata.shared, metadata.num_warps)
+    found = kernel.metadata if isinstance(kernel.metadata, dict) else kernel.metadata._asdict()
+    return Compiled(found["name"], registers, spills, found["shared"], found["num_warps"])
 
 
 @contextlib.contextmanager
 def compiling(target: str) -> Iterator[list[Compiled]]:
-    """Inside, every Triton launch compiles for `target` instead of running; the list fills with what was compiled, each kernel once."""
+    """Inside, every Triton launch compiles for `target` instead of running; the list fills with what was compiled, each kernel once, the
+    Hopper backend's too, which are compiled past Triton's launches."""
     if os.environ.get("TRITON_INTERPRET", "0") == "1":
         raise RuntimeError("TRITON_INTERPRET is 1; offline compilation must be in a process without it")
     kernels: list[Compiled] = []
-    seen: set[int] = set()
-    run = JITFunction.run
+    seen: set[object] = set()
+    run, compile_launch = JITFunction.run, Launch.compile
 
     def compile_only(self, *args, grid, warmup, **kwargs):
         kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
         kernel = kernel.result() if hasattr(kernel, "result") else kernel
-        if id(kernel) not in seen:
-            seen.add(id(kernel))
+        return noted(kernel, id(kernel))
+
+    def noted(kernel: object, key: object) -> object:
+        if key not in seen:
+            seen.add(key)
             kernels.append(describe_kernel(kernel))
         return kernel
 
     previous = driver._active  # None where there is no GPU; `active` would try to find one
     driver.set_active(FakeDriver(TARGETS[target]))
     JITFunction.run = compile_only
+    Launch.compile = lambda launch: noted(compile_launch(launch), launch.key)
     try:
         yield kernels
     finally:
-        JITFunction.run = run
+        JITFunction.run, Launch.compile = run, compile_launch
         driver.set_active(previous)
 
 

@@ -1,23 +1,12 @@
 """The Hopper backend without a GPU: what it refuses and why, how calls are cut, and what its kernels compile to."""
 
-import ctypes
-import importlib
-import pkgutil
-import struct
-from contextlib import nullcontext
 from dataclasses import replace
 from itertools import accumulate, pairwise, product
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
-from triton.runtime.jit import JITFunction
 
-import openkda.hopper
-import openkda.portable
-from openkda.hopper import cluster, config, driver, kept, launch, runtime, why_not
-from openkda.hopper.compat import Loaded, loaded
+from openkda.hopper import cluster, config, launch, why_not
 from openkda.hopper.config import (
     COSTS,
     MULTIPROCESSORS,
@@ -29,10 +18,11 @@ from openkda.hopper.config import (
     choose,
     expected,
     group_bytes,
+    lane_parts,
     makespan,
     own_tail_blocks,
 )
-from openkda.hopper.runtime import Launch, Matrix, Pointer, Ready
+from openkda.hopper.runtime import Pointer
 from openkda.hopper.segments import DROPPED
 from openkda.hopper.tiles import stack_layout
 from openkda.plan import Plan
@@ -91,7 +81,7 @@ def test_choice_is_pure_and_fits_the_device(problem, T, H):
 def test_lengths_choose_among_few_kernels(problem):
     for H in (4, 16, 40, 64):
         tiles = {(c.forward, c.state, c.whole) for c in (choose(problem.replace(T=T, H=H, HV=H)) for T in range(16, 70000, 517))}
-        assert len(tiles) <= 4
+        assert len(tiles) <= 5
 
 
 @pytest.mark.parametrize("gate_dtype", [torch.bfloat16, torch.float32])
@@ -141,16 +131,52 @@ def test_form_of_the_scores(problem):
 
 
 def test_blocks_that_share_a_head_form_clusters(problem):
-    """Where V is in two and there is a place in the ring to spare. What takes over from segments has their arithmetic."""
+    """Where V is in two and there is a place in the ring to spare."""
     half = lambda split="none", **change: base_tiles(problem.replace(**change), config.HALF, split=split)
     for change in (dict(gate="softplus", lower_bound=None), dict(dtype=torch.float16)):
         assert half(**change).cluster and half("whole", **change).cluster
     for change in (dict(), dict(return_intermediate_states=True)):
-        assert half(**change).cluster and half(**change).form == "steps"
-    for tiles in (half("whole"), half("turns"), half(gate_dtype=torch.float32), half(K=64, V=64), base_tiles(problem, config.FULL)):
+        for split in ("none", "lanes", "rest"):
+            assert half(split, **change).cluster and half(split, **change).form == "steps"
+        assert half("whole", **change).cluster and half("whole", **change).form == "product"  # as segments that it may serve
+    for tiles in (half("turns"), half(gate_dtype=torch.float32), half(K=64, V=64), base_tiles(problem, config.FULL)):
         assert not tiles.cluster and tiles.form == "product"
     (one,) = launches_of(problem)[0]
     assert one.cluster and one.grid == (4, 2, 1)
+
+
+@pytest.mark.parametrize("quiet", [0.5, 0.65, 0.9])
+@pytest.mark.parametrize("lanes", [1, 2, 3, 4])
+def test_lanes_end_together(lanes, quiet):
+    """Each goes through what lies before its part, and then its part."""
+    parts = [part / 1024 for part in (*lane_parts(lanes, quiet), 1024)]
+    times = [quiet * a + (b - a) for a, b in pairwise(parts)]
+    assert parts[0] == 0.0 and max(times) - min(times) < 3 / 1024
+    assert lanes == 1 or max(times) < 1.0
+
+
+def test_lanes_where_multiprocessors_idle(problem):
+    """So many that all blocks still start at once; the kernel depends on sequences and heads alone, not on lengths."""
+    for H in (1, 4, 16, 24, 32, 40, 64):
+        for T in (64, 200, 2048, 8192):
+            p = problem.replace(T=T, H=H, HV=H)
+            found = choose(p)
+            tiles = found.whole or found.forward
+            assert len(found.lanes) == 1 or (tiles.cluster and 2 * H * len(found.lanes) <= MULTIPROCESSORS)
+            assert not tiles.cluster or (tiles.split == "none") == (4 * H > MULTIPROCESSORS and not found.steps)
+    assert len(choose(problem.replace(T=2048, H=32, HV=32)).lanes) == 2
+    assert choose(problem.replace(T=2048, H=32, HV=32, gate_dtype=torch.float32)).lanes == (0,)
+
+
+def test_lanes_are_rows_of_one_launch(problem):
+    p = problem.replace(T=1024, H=32, HV=32)
+    (one,), _ = launch.launches(p, choose(p), None, (torch.float32, torch.float32, None))
+    assert one.grid == (64, 2, 1) and one.constants[0].split == "lanes"
+    p = p.replace(N=2, H=8, HV=8, varlen=True)
+    found = choose(p, (2000, 48))
+    table, *rest = launch.launches(p, found, None, (torch.float32, torch.float32, torch.int64))[0]
+    assert dict(zip(table.kernel.arg_names, table.args, strict=False))["lanes"] == len(found.lanes) > 1
+    assert max(one.grid[0] for one in rest) >= len(found.lanes) * 8
 
 
 def test_buffers_that_lie_elsewhere_are_refused(problem, monkeypatch):
@@ -164,21 +190,6 @@ def test_buffers_that_lie_elsewhere_are_refused(problem, monkeypatch):
     monkeypatch.setattr(cluster, "buffer_offsets", lambda text: {})
     with pytest.raises(RuntimeError, match="kq lies at None, not at 0"):
         cluster.check_addresses("", tiles)
-
-
-def test_kernels_are_loaded_as_they_were_compiled(monkeypatch):
-    """Threads and shared memory from the metadata, tensor maps in the driver's numbers; what the launcher does not provide is refused."""
-    seen = []
-    utils = SimpleNamespace(load_binary=lambda *args: (seen.append(args), (1, 77, 0, 0, 512))[1])
-    monkeypatch.setattr("triton.runtime.driver._active", SimpleNamespace(utils=utils))
-    metadata = dict(shared=1000, num_warps=16, num_ctas=1, global_scratch_size=0, profile_scratch_size=0)
-    maps = dict(swizzle=3, elem_size=2, elem_type=10, block_size=[16, 64])
-    found = loaded("name", b"binary", metadata | dict(tensordesc_meta=[maps]), 0)
-    assert found == Loaded(77, 512, 1000, ((9, 2, 3, (16, 64)),)) and seen == [("name", b"binary", 1000, 0)]
-    assert loaded("name", b"binary", metadata, 0).maps == ()
-    for change, word in ((dict(num_ctas=2), "clusters"), (dict(global_scratch_size=8), "scratch"), (dict(num_warps=32), "threads")):
-        with pytest.raises(RuntimeError, match=word):
-            loaded("name", b"binary", metadata | change, 0)
 
 
 PARAMETERS = (torch.float32, torch.float32, None)  # dtypes of A_log, dt_bias and cu_seqlens
@@ -209,7 +220,7 @@ def test_blocks_take_turns_where_multiprocessors_are_fewer(problem, H, change):
     p = problem.replace(H=H, HV=H, **change)
     config = choose(p)
     one = launches_of(p)[0][-1]
-    args = dict(zip(one.kernel.arg_names, one.args, strict=False))
+    args = dict(zip(one.function().arg_names, one.args, strict=False))
     if config.forward.split == "turns":
         assert args["items"] == p.N * H and one.grid[0] == MULTIPROCESSORS // one.grid[1] < args["items"]
         assert args["tickets_ptr"] == (args["segments_ptr"]._replace(offset=0) if p.varlen else None)
@@ -225,8 +236,8 @@ def test_chunk_entry_states_change_no_other_kernel(problem, change):
     assert [x.key for x in launches_of(problem, chunk_size=32, **change)[0]] == [x.key for x in plain]
     asked, size = launches_of(problem, return_intermediate_states=True, **change)
     for one, other in zip(asked, plain, strict=True):
-        args = dict(zip(one.kernel.arg_names, one.args, strict=False))
-        forward, ragged = "h_ptr" in args, one.kernel.fn.__name__ == "table_kernel"
+        args = dict(zip(one.function().arg_names, one.args, strict=False))
+        forward, ragged = "h_ptr" in args, one.kernel.endswith("table_kernel")
         assert (one.key == other.key) == (not forward and not ragged) and one.grid == other.grid
         if forward:
             assert args["h_ptr"] == Pointer(launch.ENTRIES, torch.bfloat16) and one.constants[0].chunk == 64
@@ -258,145 +269,6 @@ def test_lengths_and_strides_compile_nothing_new(problem):
     keys = {frozenset(x.key for x in launches_of(problem, T=T, **big)[0]) for T in range(4096, 9000, 517)}
     keys |= {frozenset(x.key for x in launches_of(problem, (4096, 4096, 2048, 2048), T=4096, **big)[0])}
     assert len(keys) == 1
-
-
-def test_bound_arguments_lie_as_the_driver_reads_them(monkeypatch):
-    monkeypatch.setattr(runtime, "tensor_map", lambda *a: repr(a).encode().ljust(128)[:128])
-    matrix = Matrix(1, torch.bfloat16, rows=40, columns=256, stride=512, box_rows=16, box_columns=128)
-    one = Launch(None, (3, 2, 1), (matrix, Pointer(0, torch.float32, 64), None, 7, 0.5), ("tiles",), 4, True)
-    ready = Ready(one, Loaded(99, 512, 1000, ((9, 2, 3, (16, 64)),)), one.parameters())
-    reference, function, memory, extra = ready.bind((1000, 2000), 55)
-    config = reference._obj
-    assert (tuple(config.grid), tuple(config.block), config.shared, config.stream) == ((3, 2, 1), (512, 1, 1), 1000, 55)
-    assert config.count == 1 and config.attributes.contents.id == driver.SERIALIZATION and config.attributes.contents.value[0] == 1
-    pair = ready._replace(launch=replace(one, cluster=True)).bind((1000, 2000), 55)[0]._obj
-    assert pair.count == 2 and pair.attributes[1].id == driver.CLUSTER
-    assert struct.unpack("3I", ctypes.string_at(ctypes.addressof(pair.attributes[1].value), 12)) == (1, 2, 1)
-    assert function.value == 99 and extra is None
-    codes = ["128s", "i", "i", "q", "q", "Q", "i", "f", "Q", "Q"]
-    pointers = struct.unpack_from(f"{len(codes)}Q", memory)
-    found = [struct.unpack("<" + code, ctypes.string_at(at, struct.calcsize("<" + code)))[0] for code, at in zip(codes, pointers)]
-    assert found[0].strip() == b"(2000, 9, 2, 3, (16, 64), 40, 256, 512)"
-    assert found[1:] == [40, 256, 512, 1, 1064, 7, 0.5, 0, 0]
-
-
-def test_a_launch_in_a_thread_without_a_context_is_made_again(monkeypatch):
-    answers, devices = [201, 0, 0, 700], []
-    library = SimpleNamespace(cuLaunchKernelEx=lambda *call: answers.pop(0), cuGetErrorString=lambda code, text: 0)
-    library.cuFuncGetName = lambda name, function: setattr(name._obj, "value", b"scan_kernel") or 0
-    monkeypatch.setattr(driver, "driver", lambda: library)
-    monkeypatch.setattr(torch.cuda, "set_device", devices.append)
-    driver.launch([(1, 2, 3, None), (4, 5, 6, None)], 3)
-    assert devices == [3] and answers == [700]
-    with pytest.raises(RuntimeError, match="the launch of scan_kernel failed with 700: unknown"):
-        driver.launch([(1, 2, 3, None)], 3)
-    del library.cuFuncGetName  # an older driver
-    answers.append(700)
-    with pytest.raises(RuntimeError, match="the launch of a kernel failed with 700"):
-        driver.launch([(1, 2, 3, None)], 3)
-
-
-def test_kernels_compiled_before_are_found_by_what_a_launch_depends_on(monkeypatch, tmp_path):
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(kept, "place", kept.place.__wrapped__)
-    assert kept.names() == {} and kept.find("launch", "kernel") is None
-    triton = kept.get_cache_manager("ab" * 32)
-    files = {name: triton.put(data, name) for name, data in (("kernel.cubin", b"binary"), ("kernel.json", '{"shared": 3}'))}
-    triton.put_group("kernel.json", files)
-    kept.keep({"launch": "ab" * 32})
-    kept.keep({"another": "cd" * 32})
-    assert kept.find("launch", "kernel") == (b"binary", {"shared": 3})
-    assert kept.find("another", "kernel") is None  # named, but not in the cache
-    (tmp_path / "source.py").write_text("changed")
-    monkeypatch.setattr(kept, "__file__", str(tmp_path / "kept.py"))
-    assert kept.find("launch", "kernel") is None  # of other sources
-
-
-def test_kept_names_hold_for_all_sources_and_every_state_of_the_compiler(monkeypatch, tmp_path):
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(kept, "place", kept.place.__wrapped__)
-    monkeypatch.setattr(kept, "__file__", str(tmp_path / "hopper" / "kept.py"))
-    for folder in ("hopper", "portable"):
-        (tmp_path / folder).mkdir()
-        kept.keep({"launch": "ab" * 32})
-        assert kept.names() == {"launch": "ab" * 32}
-        (tmp_path / folder / "source.py").write_text("changed")
-        assert kept.names() == {}
-    kept.keep({"launch": "ab" * 32})
-    with monkeypatch.context() as other:
-        other.setenv("DISABLE_LLVM_OPT", "1")  # not one of TRITON_, and yet another kernel
-        assert kept.names() == {}
-    Path(kept.place().get_file(kept.FILE)).write_text('{"launch": ')
-    assert kept.names() == {} and kept.find("launch", "kernel") is None  # damaged
-    kept.keep({"launch": "cd" * 32})
-    assert kept.names() == {"launch": "cd" * 32}
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "hopper" / "source.py"))  # no folder can be made there
-    kept.keep({"launch": "cd" * 32})
-    assert kept.names() == {} and kept.find("launch", "kernel") is None
-
-
-def test_kernels_call_nothing_whose_source_does_not_count():
-    """Functions that kernels of openkda/hopper may call come from the folders that `kept.place` reads."""
-    for package in (openkda.hopper, openkda.portable):
-        for name in (m.name for m in pkgutil.iter_modules(package.__path__)):
-            module = importlib.import_module(f"{package.__name__}.{name}")
-            for x in vars(module).values():
-                home = x.fn.__module__ if isinstance(x, JITFunction) else "triton"
-                assert home.startswith(("openkda.hopper.", "openkda.portable.", "triton")), f"{module.__name__}: {home}"
-
-
-def test_a_program_keeps_what_it_bound(monkeypatch):
-    bound, ran, stream = [], [], [7]
-
-    class Counting:
-        def bind(self, addresses, stream):
-            bound.append((stream, addresses))
-            return addresses
-
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: stream[0], raising=False)
-    monkeypatch.setattr(runtime, "run", lambda calls, device: ran.append((calls, device)))
-    program = runtime.Program([Counting()])
-    program.run([1, 2], 3)
-    program.run([1, 2], 3)
-    assert bound == [(7, [1, 2])] and ran == [([[1, 2]], 3)] * 2 and ran[0][0] is ran[1][0]
-    stream[0] = 8
-    program.run([1, 2], 3)
-    assert bound[1:] == [(8, [1, 2])]
-    for n in range(600):
-        program.run([n], 3)
-    assert len(program.bound) <= 256
-
-
-def test_kernels_needed_soon_are_compiled_with_those_that_are_missing(monkeypatch):
-    """Only where something is compiled anyway, and each once."""
-
-    class Compiling:
-        def __init__(self, name):
-            self.key = self.name = name
-            self.width = 1
-            self.kernel = SimpleNamespace(fn=SimpleNamespace(__name__=name))
-
-        def compile(self):
-            compiled.append(self.name)
-            return SimpleNamespace(hash=self.name, kernel=b"", metadata=SimpleNamespace(_asdict=dict))
-
-        def parameters(self):
-            return None
-
-    compiled, stored = [], {"known": (b"", {})}
-    monkeypatch.setattr(runtime, "_loaded", {})
-    monkeypatch.setattr(runtime, "loaded", lambda *args: args)
-    monkeypatch.setattr(runtime, "tell", lambda kernel, read: read())
-    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
-    monkeypatch.setattr(kept, "find", lambda name, _: stored.get(name))
-    monkeypatch.setattr(kept, "keep", lambda names: None)
-    a, b, c, known = map(Compiling, ("a", "b", "c", "known"))
-    runtime.load([known], 0, lambda: [c])
-    assert compiled == []
-    assert [x.launch for x in runtime.load([a, known], 0, lambda: [a, b])] == [a, known]
-    assert sorted(compiled) == ["a", "b"]
-    runtime.load([b, a], 0, lambda: [c])
-    assert sorted(compiled) == ["a", "b"]
 
 
 def test_inputs_are_copied_only_where_kernels_cannot_read_them():

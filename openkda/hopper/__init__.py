@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 from importlib.metadata import version
-from threading import Thread
 
 import torch
 
@@ -47,22 +46,9 @@ def forward(problem: Problem, inputs: Inputs) -> Results:
 
 @cache
 def _launcher() -> Callable[[Problem, Inputs], Results]:
-    """launch.forward, imported once. Before it compiles, Triton hashes all of itself and, where its cache is empty, compiles a helper: half
-    a second each, outside Python's lock. Where no kernel of this version was compiled before, both pass beside the imports."""
-    from openkda.hopper import kept
-
-    beside = []
-    if not kept.names():
-        from triton.runtime.cache import triton_key
-        from triton.runtime.driver import driver
-
-        beside = [Thread(target=triton_key), Thread(target=lambda: driver.active)]
-    for thread in beside:
-        thread.start()
+    """launch.forward, imported once"""
     from openkda.hopper.launch import forward as launch
 
-    for thread in beside:
-        thread.join()
     return launch
 
 

@@ -59,7 +59,7 @@ from openkda.hopper.backward_tiles import (
 )
 from openkda.hopper.compat import fence_async_shared, gl, gluon, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from openkda.hopper.launch import dense, packed_rows
-from openkda.hopper.runtime import Launch, Pointer, start
+from openkda.hopper.runtime import Launch, Pointer, full_name, start
 from openkda.hopper.tiles import ex2, group_layout, plain_shared, tile_layout
 from openkda.plan import Plan
 from openkda.portable.tile import as_rows
@@ -433,7 +433,7 @@ def launch(p: Problem, NC: int, strides: tuple[int, ...], dtypes: tuple[torch.dt
         Pointer(DBETA, p.beta_dtype), optional(of_A_log, DA_LOG, fp32), optional(of_bias, DDT_BIAS, fp32), Pointer(CHUNKS, torch.int32),
         strides[4], HV, *divider(HV), *divider(p.group), float(p.scale), float(p.lower_bound or 0.0), half_span(p),
     )  # fmt: skip
-    return Launch(fused_gradients_kernel, (tiles, 1, 1), args, (form(p),), min(WARPS, K // 16), registers=1024 // WARPS)
+    return Launch(full_name(fused_gradients_kernel), (tiles, 1, 1), args, (form(p),), min(WARPS, K // 16), registers=1024 // WARPS)
 
 
 def fused_gradients(

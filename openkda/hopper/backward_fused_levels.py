@@ -34,7 +34,7 @@ from openkda.hopper.backward_tiles import (
 )
 from openkda.hopper.compat import fence_async_shared, gl, gluon, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from openkda.hopper.launch import dense, packed_rows
-from openkda.hopper.runtime import Launch, Pointer, start
+from openkda.hopper.runtime import Launch, Pointer, full_name, start
 from openkda.hopper.tiles import group_layout, plain_shared, tile_layout
 from openkda.plan import Plan
 from openkda.problem import Inputs, Problem
@@ -254,7 +254,7 @@ def launch(p: Problem, NC: int, strides: tuple[int, ...], dtypes: tuple[torch.dt
         optional(A_LOG, dtypes[0]), optional(DT_BIAS, dtypes[1]), Pointer(NORMS, fp32), Pointer(CUTS, torch.int32), Pointer(PAIRS, p.dtype),
         Pointer(SIZE, fp32), partial(DA_LOG, dtypes[0]), partial(DDT_BIAS, dtypes[1]), Pointer(CHUNKS, torch.int32), HV, p.group, tiles,
     )  # fmt: skip
-    return Launch(fused_levels_kernel, (-(-tiles // GROUP.value), 1, 1), args, (form(p),), K // 16, registers=REGISTERS)
+    return Launch(full_name(fused_levels_kernel), (-(-tiles // GROUP.value), 1, 1), args, (form(p),), K // 16, registers=REGISTERS)
 
 
 def fused_levels(

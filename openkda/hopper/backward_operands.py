@@ -41,7 +41,7 @@ from openkda.hopper.backward_tiles import (
 from openkda.hopper.blocks import both_operands, invert, places
 from openkda.hopper.compat import fence_async_shared, gl, gluon, mbarrier, mma_v2, tma, warpgroup_mma, warpgroup_mma_wait
 from openkda.hopper.launch import dense, packed_rows
-from openkda.hopper.runtime import Launch, Pointer, start
+from openkda.hopper.runtime import Launch, Pointer, full_name, start
 from openkda.hopper.tiles import block_layout, ex2, group_layout, plain_shared, rsqrt, stack_layout, tile_layout
 from openkda.plan import Plan
 from openkda.portable.tile import as_rows
@@ -360,7 +360,7 @@ def launch(
         strides[3], HV, p.group, float(p.scale), float(p.lower_bound or 0.0), half_span(p),
     )  # fmt: skip
     registers = LEVEL_REGISTERS if levels else REGISTERS
-    return Launch(prepare_operands_kernel, (tiles, 1, 1), args, (form(p, levels),), WARPS, registers=registers)
+    return Launch(full_name(prepare_operands_kernel), (tiles, 1, 1), args, (form(p, levels),), WARPS, registers=registers)
 
 
 def prepare_operands(problem: Problem, plan: Plan, inputs: Inputs) -> Prepared:

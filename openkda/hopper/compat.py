@@ -2,65 +2,88 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import tempfile
-import threading
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
 
-import triton
+from triton import knobs
 from triton._C.libtriton import ir, nvidia, passes
-from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
+from triton.backends.compiler import GPUTarget
+from triton.compiler.compiler import ASTSource, make_backend
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-from triton.runtime.jit import JITFunction, MockTensor
+from triton.runtime.jit import JITFunction, MockTensor, create_function_from_signature
+
+from openkda.hopper.kept import Compiled
+from openkda.hopper.runtime import Matrix, Pointer
 
 __all__ = [
-    "Loaded",
-    "MockTensor",
-    "TensorDescriptor",
     "buffer_offsets",
+    "compiled",
     "fence_async_shared",
     "gdc_launch_dependents",
     "gdc_wait",
     "gl",
     "gluon",
-    "loaded",
     "mbarrier",
     "mma_v2",
-    "tell",
+    "stand_in",
     "tma",
     "warpgroup_mma",
     "warpgroup_mma_wait",
 ]
+TARGET = GPUTarget("cuda", 90, 32)
+METADATA = ("name", "num_warps", "shared", "num_ctas", "global_scratch_size", "profile_scratch_size", "tensordesc_meta")  # a launch's
 
 
-class Loaded(NamedTuple):
-    """A kernel on the device"""
+def stand_in(x: object) -> object:
+    """What an argument of a launch is to the compiler, of memory that is not there"""
+    if isinstance(x, Matrix):
+        layout = gl.NVMMASharedLayout(min(128, x.box_columns * x.dtype.itemsize), 8 * x.dtype.itemsize, 2)
+        return TensorDescriptor(MockTensor(x.dtype), [x.rows, x.columns], [x.stride, 1], [x.box_rows, x.box_columns], layout)
+    return MockTensor(x.dtype) if isinstance(x, Pointer) else x
 
-    function: int  # the driver's handle
-    threads: int  # of a block
-    shared: int  # bytes of a block
-    maps: tuple[tuple, ...]  # what `driver.tensor_map` needs of each tensor map: dtype, bytes of an element, swizzle, box
 
+def compiled(
+    kernel: JITFunction, args: Sequence[object], options: dict[str, object], read: Callable[[], None], check: Callable[[str], None] | None
+) -> Compiled:
+    """A kernel compiled for Hopper by Triton's stages, as `kernel.warmup(*args, **options)` compiles it, without Triton's cache.
 
-def loaded(name: str, binary: bytes, metadata: dict[str, object], device: int) -> Loaded:
-    """A compiled kernel, loaded on a device, the current one"""
-    if metadata["global_scratch_size"] or metadata["profile_scratch_size"] or metadata["num_ctas"] != 1:
-        raise RuntimeError(f"{name} wants scratch memory or clusters, which its launcher does not provide")
-    shared, threads = metadata["shared"], 32 * metadata["num_warps"]
-    _, function, _, _, most = triton.runtime.driver.active.utils.load_binary(name, binary, shared, device)
-    if threads > most:
-        raise RuntimeError(f"{name} has {threads} threads a block; its registers allow {most}")
-    maps = tuple(
-        (TMA_DTYPE_DEVICE_TO_HOST[m["elem_type"]], m["elem_size"], m["swizzle"], tuple(m["block_size"]))
-        for m in (metadata.get("tensordesc_meta") or ())
-    )
-    return Loaded(function, threads, shared, maps)
+    Args: read: called when the source has been read, a fifth of the whole and all of it that is Python, the rest runs outside Python's
+    lock; check: given the kernel in Triton's GPU dialect."""
+    backend = make_backend(TARGET)
+    debug = knobs.runtime.debug
+    options = dict(options, debug=debug, sanitize_overflow=debug)  # Triton builds the checks either way and drops them unless in debug
+    arguments = create_function_from_signature(kernel.signature, kernel.params, backend)(*args, **options)
+    options, *signature = kernel._pack_args(backend, options, *arguments)
+    source = (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, *signature)
+    context = ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    collecting = gc.isenabled()
+    gc.disable()  # what is made here lives until the end: looking for garbage in it takes an eighth of the time
+    try:
+        module = source.make_ir(TARGET, options, backend.get_codegen_implementation(options), backend.get_module_map(), context)
+    finally:
+        if collecting:
+            gc.enable()
+    read()
+    stages: dict[str, Callable] = {}
+    backend.add_stages(stages, options, source.language)
+    metadata = dict(options.__dict__)
+    for name, stage in stages.items():
+        module = stage(module, metadata)
+        if name == "ttgir" and check is not None:
+            check(str(module))
+        if name == "ptx":
+            ptx = module
+    return Compiled(module, ptx, {name: metadata.get(name) for name in METADATA})
 
 
 def buffer_offsets(ttgir: str) -> dict[str, int]:
@@ -80,29 +103,3 @@ def buffer_offsets(ttgir: str) -> dict[str, int]:
     nvidia.passes.ttgpuir.add_allocate_shared_memory_nv(manager, 90, 80)
     manager.run(module, "buffer_offsets")
     return {name: int(at) for name, at in re.findall(r"%(\w+) = ttg.local_alloc {allocation.offset = (\d+)", str(module))}
-
-
-class _Reader(threading.local):
-    read: Callable[[], None] = staticmethod(lambda: None)  # in a thread that did not ask: any plain launch of such a kernel
-
-
-_reader = _Reader()
-
-
-class TellingSource:
-    """Before one of Triton's classes of sources: tells its thread when it has been read"""
-
-    def make_ir(self, *args: object) -> object:
-        found = super().make_ir(*args)
-        _reader.read()
-        return found
-
-
-def tell(kernel: JITFunction, read: Callable[[], None]) -> None:
-    """Have `read` called when a source of the kernel, compiled in this thread, has been read. That is a fifth of a compilation and all of
-    it that is Python; the rest runs outside Python's lock."""
-    _ = kernel.device_caches[triton.runtime.driver.active.get_current_device()]  # names the class of its source when first looked at
-    source = kernel.ASTSource  # read once: another thread may replace it
-    if not issubclass(source, TellingSource):
-        kernel.ASTSource = type("Source", (TellingSource, source), {})
-    _reader.read = read

@@ -1,7 +1,8 @@
-"""Launches and tensor maps straight from the CUDA driver, by ctypes.
+"""Kernels, launches and tensor maps straight from the CUDA driver, by ctypes.
 
-Triton's own launcher is C code compiled once per signature (.3 to .5 s of a first call) that parses some forty arguments per launch. Here
-the arguments of a launch lie ready in memory as the driver wants them, and launching is one foreign call with four pointers."""
+Triton's own launcher is C code compiled once per signature (.3 to .5 s of a first call) that parses some forty arguments per launch; what
+loads its kernels is C code compiled once per machine. Here the arguments of a launch lie ready in memory as the driver wants them,
+launching is one foreign call with four pointers, and neither needs a compiler."""
 
 from __future__ import annotations
 
@@ -9,8 +10,11 @@ import ctypes
 import struct
 from collections.abc import Sequence
 from functools import cache, lru_cache
+from typing import NamedTuple
 
 import torch
+
+from openkda.hopper.kept import Compiled
 
 MAP_BYTES = 128  # of a tensor map
 INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
@@ -18,6 +22,11 @@ CLUSTER = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 PAIRS = (1 | 2 << 32, 1)  # its value, three 32-bit numbers: (1, 2, 1)
 SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 PROMOTION_128 = 2  # CU_TENSOR_MAP_L2_PROMOTION_L2_128B
+ELEMENTS = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}  # CUtensorMapDataType
+MAX_THREADS, STATIC_SHARED, DYNAMIC_SHARED = 0, 1, 8  # CUfunction_attribute
+SHARED_OPTIN = 97  # CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
+PREFER_SHARED = 1  # CU_FUNC_CACHE_PREFER_SHARED
+PLAIN_SHARED = 48 * 1024  # bytes of a block that need not be asked for
 
 
 class Attribute(ctypes.Structure):
@@ -55,19 +64,62 @@ def kernel_name(function: ctypes.c_void_p) -> str:
     return name.value.decode() if known else "a kernel"
 
 
+def check(what: str, code: int) -> None:
+    """Raise the error that a code of the driver names, if any."""
+    if code:
+        raise failure(what, code)
+
+
+class Loaded(NamedTuple):
+    """A kernel on the device"""
+
+    function: int  # the driver's handle
+    threads: int  # of a block
+    shared: int  # bytes of a block
+    maps: tuple[tuple, ...]  # what `tensor_map` needs of each tensor map besides the matrix: swizzle, box
+
+
+def loaded(kernel: Compiled, device: int) -> Loaded:
+    """A compiled kernel, loaded on a device, the current one"""
+    found = kernel.metadata
+    name, shared, threads = found["name"], found["shared"], 32 * found["num_warps"]
+    if found["global_scratch_size"] or found["profile_scratch_size"] or found["num_ctas"] != 1:
+        raise RuntimeError(f"{name} wants scratch memory or clusters, which its launcher does not provide")
+    torch.cuda.set_device(device)  # a thread that has not touched the device yet has no context
+    library, module, function, value = driver(), ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_int()
+    check(f"loading {name}", library.cuModuleLoadData(ctypes.byref(module), kernel.cubin))
+    check(f"finding {name}", library.cuModuleGetFunction(ctypes.byref(function), module, name.encode()))
+
+    def attribute(which: int) -> int:
+        check(f"asking about {name}", library.cuFuncGetAttribute(ctypes.byref(value), which, function))
+        return value.value
+
+    most = attribute(MAX_THREADS)
+    if threads > most:
+        raise RuntimeError(f"{name} has {threads} threads a block; its registers allow {most}")
+    if shared > PLAIN_SHARED:
+        check("asking for shared memory", library.cuDeviceGetAttribute(ctypes.byref(value), SHARED_OPTIN, device))
+        room = value.value - attribute(STATIC_SHARED)
+        if shared > room:
+            raise RuntimeError(f"{name} wants {shared} bytes of shared memory a block; the device has {room}")
+        check(f"shared memory for {name}", library.cuFuncSetCacheConfig(function, PREFER_SHARED))
+        check(f"shared memory for {name}", library.cuFuncSetAttribute(function, DYNAMIC_SHARED, room))
+    maps = tuple((x["swizzle"], tuple(x["block_size"])) for x in found["tensordesc_meta"] or ())
+    return Loaded(function.value, threads, shared, maps)
+
+
 @lru_cache(maxsize=4096)
-def tensor_map(address: int, dtype: int, size: int, swizzle: int, box: tuple[int, int], rows: int, columns: int, stride: int) -> bytes:
-    """The copy engine's description of a matrix [rows, columns] of elements of `size` bytes, `stride` elements from row to row, read and
-    written in boxes [rows, columns]. dtype and swizzle as the driver numbers them."""
+def tensor_map(address: int, dtype: torch.dtype, swizzle: int, box: tuple[int, int], rows: int, columns: int, stride: int) -> bytes:
+    """The copy engine's description of a matrix [rows, columns], `stride` elements from row to row, read and written in boxes
+    [rows, columns]. swizzle as the driver numbers it."""
     memory = ctypes.create_string_buffer(MAP_BYTES + 64)
     offset = -ctypes.addressof(memory) % 64
     u64, u32 = ctypes.c_uint64, ctypes.c_uint32
     code = driver().cuTensorMapEncodeTiled(
-        ctypes.c_void_p(ctypes.addressof(memory) + offset), dtype, 2, ctypes.c_void_p(address), (u64 * 2)(columns, rows),
-        (u64 * 1)(stride * size), (u32 * 2)(box[1], box[0]), (u32 * 2)(1, 1), 0, swizzle, PROMOTION_128, 0,
+        ctypes.c_void_p(ctypes.addressof(memory) + offset), ELEMENTS[dtype], 2, ctypes.c_void_p(address), (u64 * 2)(columns, rows),
+        (u64 * 1)(stride * dtype.itemsize), (u32 * 2)(box[1], box[0]), (u32 * 2)(1, 1), 0, swizzle, PROMOTION_128, 0,
     )  # fmt: skip
-    if code:
-        raise failure(f"a tensor map of [{rows}, {columns}] at {address:#x}, stride {stride}, boxes of {list(box)},", code)
+    check(f"a tensor map of [{rows}, {columns}] at {address:#x}, stride {stride}, boxes of {list(box)},", code)
     return memory.raw[offset : offset + MAP_BYTES]
 
 

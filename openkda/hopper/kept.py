@@ -1,9 +1,10 @@
-"""Which of Triton's compiled kernels belongs to a launch, kept beside Triton's cache from process to process.
+"""Compiled kernels, kept beside Triton's from process to process.
 
-To find a kernel in its cache Triton hashes itself, 415 MB, and the source of everything that the kernel calls: half a second of a first
-call. Here one file names the kernels of this version of openkda/hopper, and of openkda/portable, whose functions they call, by what a
-launch depends on; the release of Triton, size and date of its library, all TRITON_ variables and the others that Triton puts into its own
-keys stand for the rest. What is not named, or no longer in the cache, is compiled as ever."""
+Triton finds a kernel in its cache by a hash of itself, 415 MB, and of the source of everything that the kernel calls, which it must import:
+most of a second. Here one folder holds the kernels of one version of openkda/hopper and of what their functions come from, openkda/portable
+and openkda/tables.py; the release of Triton, size and date of its library and every variable that may be the compiler's stand for the rest.
+In the folder a kernel is found by what its launch depends on, so that a process which finds all of its kernels imports neither Triton nor
+their sources."""
 
 from __future__ import annotations
 
@@ -12,50 +13,65 @@ import json
 import os
 from contextlib import suppress
 from functools import cache
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
+from typing import NamedTuple
 
-import triton
-from triton import knobs
-from triton._C import libtriton
-from triton.runtime.cache import CacheManager, get_cache_manager
+# Triton's and LLVM's variables: those that change what is compiled are among them (`get_cache_invalidating_env_vars` in Triton).
+VARIABLES = ("TRITON_", "MLIR_", "LLVM_", "AMDGCN_", "NVPTX_", "PTXAS_", "DISABLE_", "ENABLE_", "ALLOW_", "USE_")
+WHERE = ("TRITON_CACHE_DIR", "TRITON_HOME", "TRITON_ALWAYS_COMPILE")  # these change nothing in a kernel
 
-FILE = "openkda.json"
+
+class Compiled(NamedTuple):
+    """A compiled kernel"""
+
+    cubin: bytes
+    ptx: str
+    metadata: dict[str, object]  # name, threads, shared memory, tensor maps: what `compat.METADATA` names
+
+    @property
+    def asm(self) -> dict[str, object]:
+        """As Triton calls it"""
+        return {"cubin": self.cubin, "ptx": self.ptx}
 
 
 @cache
-def place() -> CacheManager:
-    """Where the file lies: one for each version of the sources and each state of the compiler"""
-    library = os.stat(libtriton.__file__)
-    variables = sorted((name, value) for name, value in os.environ.items() if name.startswith("TRITON_") and name != "TRITON_CACHE_DIR")
-    others = sorted(libtriton.get_cache_invalidating_env_vars().items())
-    found = hashlib.sha256(repr((triton.__version__, library.st_size, library.st_mtime_ns, variables, others)).encode())
+def place() -> Path:
+    """The folder, one for each version of the sources and each state of the compiler"""
+    library = [x.stat() for x in sorted((Path(find_spec("triton").origin).parent / "_C").glob("libtriton*"))]
+    variables = sorted((name, value) for name, value in os.environ.items() if name.startswith(VARIABLES) and name not in WHERE)
+    state = (version("triton"), [(x.st_size, x.st_mtime_ns) for x in library], variables)
+    found = hashlib.sha256(repr(state).encode())
     here = Path(__file__).parent
-    for source in sorted([*here.glob("*.py"), *(here.parent / "portable").glob("*.py")]):
+    for source in sorted([*here.glob("*.py"), *here.parent.glob("portable/*.py"), *here.parent.glob("tables.py")]):
         found.update(source.read_bytes())
-    return get_cache_manager(found.hexdigest())
+    home = os.environ.get("TRITON_HOME") or Path.home()
+    return Path(os.environ.get("TRITON_CACHE_DIR") or Path(home, ".triton", "cache")) / f"openkda-{found.hexdigest()[:32]}"
 
 
-def names() -> dict[str, str]:
-    """By what a launch depends on, the name of its kernel in Triton's cache; none if the file is damaged, which the next `keep` mends, or
-    out of reach, as in a cache that others filled and this process may not write"""
-    try:
-        path = place().get_file(FILE)
-        return json.loads(Path(path).read_text()) if path else {}
-    except (OSError, ValueError):
-        return {}
+def path(launch: str, kind: str) -> Path:
+    """The file of a launch's kernel: json, the last one written, cubin or ptx"""
+    return place() / f"{hashlib.sha256(launch.encode()).hexdigest()[:32]}.{kind}"
 
 
-def find(key: str, name: str) -> tuple[bytes, dict[str, object]] | None:
-    """Binary and metadata of the kernel `name` that was compiled for `key`, None where there is none"""
-    known = None if knobs.compilation.always_compile else names().get(key)
-    files = known and get_cache_manager(known).get_group(f"{name}.json")
-    if not files or not {f"{name}.json", f"{name}.cubin"} <= files.keys():
+def find(launch: str) -> Compiled | None:
+    """The kernel that was compiled for a launch, None where there is none or it cannot be read"""
+    if os.environ.get("TRITON_ALWAYS_COMPILE", "0").lower() in ("1", "true", "on", "yes", "y"):
         return None
-    return Path(files[f"{name}.cubin"]).read_bytes(), json.loads(Path(files[f"{name}.json"]).read_text())
+    try:
+        metadata = json.loads(path(launch, "json").read_text())
+        return Compiled(path(launch, "cubin").read_bytes(), path(launch, "ptx").read_text(), metadata)
+    except (OSError, ValueError):
+        return None
 
 
-def keep(compiled: dict[str, str]) -> None:
-    """Add names, where that is possible. Another process that adds some at the same moment may lose them, and will compile anew or find
-    Triton's own entry."""
+def keep(launch: str, kernel: Compiled) -> None:
+    """Keep a launch's kernel, where that is possible: no file is ever seen half-written, and of two processes the last one's counts."""
+    pieces = {"cubin": kernel.cubin, "ptx": kernel.ptx.encode(), "json": json.dumps(kernel.metadata | dict(launch=launch)).encode()}
     with suppress(OSError):
-        place().put(json.dumps({**names(), **compiled}, indent=0), FILE, binary=False)
+        place().mkdir(parents=True, exist_ok=True)
+        for kind, data in pieces.items():
+            aside = path(launch, f"{kind}.{os.getpid()}")
+            aside.write_bytes(data)
+            aside.replace(path(launch, kind))

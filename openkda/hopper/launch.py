@@ -13,11 +13,12 @@ from typing import NamedTuple
 
 import torch
 
-from openkda.hopper import prefill, segments
 from openkda.hopper.config import BLOCK, MULTIPROCESSORS, STEP, Config, Tiles, choose, own_tail_blocks
 from openkda.hopper.runtime import Launch, Matrix, Pointer, Program, load
 from openkda.problem import Inputs, Problem
 
+FORWARD, STATE = "openkda.hopper.prefill.forward_kernel", "openkda.hopper.prefill.state_kernel"
+TABLE_OF, COMBINE = "openkda.hopper.segments.table_kernel", "openkda.hopper.segments.combine_kernel"
 TABLE = 8  # columns of the segment table
 TABLE_ROWS = 32  # sequences of a program that makes one
 Q, K_, V_, G, BETA, A_LOG, DT_BIAS, INITIAL, CU, O, FINAL, TABLES, WORK, ENTRIES = range(14)  # the operands of a call
@@ -50,11 +51,21 @@ def fixed_rows(B: int, T: int, target: int) -> list[list[int]]:
     return [[b, cut(b, i), cut(b, i + 1), b * T, (b + 1) * T, b * count, count, 0] for b in range(B) for i in range(count)]
 
 
-def fixed_tables(B: int, T: int, target: int) -> list[list[int]]:
-    """`segments` [NS, 8] and below it `whole` [B, 8] of a fixed batch"""
+def fixed_tables(B: int, T: int, target: int, lanes: tuple[int, ...] = (0,)) -> list[list[int]]:
+    """`segments` [NS, 8] and below it `whole` [B, lanes, 8] of a fixed batch"""
     split = fixed_rows(B, T, target)
-    count = len(split) // B
-    return split + [[b, b * T, (b + 1) * T, b * T, (b + 1) * T, b * count, count, 0] for b in range(B)]
+    count, groups = len(split) // B, -(-T // (2 * STEP))
+    cuts = [2 * STEP * (groups * x // 1024) for x in lanes] + [T]
+    return split + [
+        [b if begin < end or end == T else -1, b * T + begin, b * T + end, b * T, (b + 1) * T, b * count, count, 0]
+        for b in range(B)
+        for begin, end in zip(cuts, cuts[1:])
+    ]
+
+
+def packed(lanes: tuple[int, ...]) -> int:
+    """Where lanes begin, but for the first, as the kernel that makes tables is told"""
+    return sum(part << 10 * n for n, part in enumerate(lanes[1:]))
 
 
 def chunks(problem: Problem, lengths: tuple[int, ...] | None) -> int:
@@ -76,6 +87,7 @@ def launches(problem: Problem, config: Config, strides: Strides, kinds: Kinds) -
     steps = strides or sizes
     target = config.steps or max(1, p.T)
     fits = max(1, p.T // (STEP * target))  # a ragged batch holds no more sequences of more than `target` steps, and no more cuts
+    lanes = len(config.lanes)
     NS = p.N + fits if p.varlen else len(fixed_rows(p.B, p.T, target))
     cut = min(p.N, fits) if p.varlen else p.N  # sequences that may be cut, the first ones of the tables,
     inner = min(NS, 2 * fits) if p.varlen else NS  # and their segments
@@ -89,11 +101,11 @@ def launches(problem: Problem, config: Config, strides: Strides, kinds: Kinds) -
         return work - -(-size // 256) * 256
 
     asked = p.return_intermediate_states
-    place = (WORK, take(4 * (TABLE * (NS + p.N) + p.N * asked))) if p.varlen else (TABLES, 0)
-    split, whole, numbers = (Pointer(place[0], torch.int32, place[1] + 4 * TABLE * rows) for rows in (0, NS, NS + p.N))
+    place = (WORK, take(4 * (TABLE * (NS + lanes * p.N) + p.N * asked))) if p.varlen else (TABLES, 0)
+    split, whole, numbers = (Pointer(place[0], torch.int32, place[1] + 4 * TABLE * rows) for rows in (0, NS, NS + lanes * p.N))
     numbers = numbers if asked else None  # of the sequences' first chunks
     if p.varlen:
-        args = (Pointer(CU, kinds[2]), split, whole, numbers, p.N, p.T, target, NS)
+        args = (Pointer(CU, kinds[2]), split, whole, numbers, p.N, p.T, target, NS, lanes, packed(config.lanes))
         found.append(Launch(segments.table_kernel, (-(-p.N // TABLE_ROWS), 1, 1), args, (TABLE_ROWS, config.forward.chunk), 4))
 
     matrix = lambda operand, rows, columns: Matrix(
@@ -115,10 +127,10 @@ def launches(problem: Problem, config: Config, strides: Strides, kinds: Kinds) -
             config.tail, bound, p.scale,
         )  # fmt: skip
         blocks = min(items, MULTIPROCESSORS * tiles.R // V) if turns else items
-        return Launch(prefill.forward_kernel, (blocks, V // tiles.R, 1), args, (tiles,), tiles.scan_warps, tiles.pdl, tiles.cluster)
+        return Launch(FORWARD, (blocks, V // tiles.R, 1), args, (tiles,), tiles.scan_warps, tiles.pdl, tiles.cluster)
 
     if not config.steps:
-        return [*found, forward(config.forward, whole, p.N)], work
+        return [*found, forward(config.forward, whole, lanes * p.N)], work
     known = Pointer(WORK, torch.int32, take(4 * NS * HV))
     if config.forward.split == "tails":
         if 2 * config.steps + config.tail > own_tail_blocks(config.forward):
@@ -127,23 +139,23 @@ def launches(problem: Problem, config: Config, strides: Strides, kinds: Kinds) -
                 f"{own_tail_blocks(config.forward)} blocks of 16 tokens"
             )
         found.append(forward(config.forward, split, NS, None, known))
-        return [*found, forward(config.whole, whole, cut, None, known)], work
+        return [*found, forward(config.whole, whole, lanes * cut, None, known)], work
     state, chained = config.state, config.whole is None
     entry = Pointer(WORK, torch.float32, take(4 * inner * HV * K * V))
     summary = Pointer(WORK, torch.float32, take(8 * inner * HV * K * V)) if chained else entry  # without summaries nothing is written there
 
     def pass_of_states(tail: int) -> Launch:
         args = (k, matrix(V_, BLOCK, V), g, beta, A_log, dt_bias, initial, entry, summary, known, split, HV, p.group, NS, tail, bound)
-        return Launch(prefill.state_kernel, (inner * HV, 1, 1), args, (state,), state.scan_warps, state.pdl)
+        return Launch(STATE, (inner * HV, 1, 1), args, (state,), state.scan_warps, state.pdl)
 
     found.append(pass_of_states(config.tail))
     if chained:
         found.append(pass_of_states(0))
         args = (summary, entry, known, whole, HV, NS, cut)
         abreast = min(cut, -(-MULTIPROCESSORS * BLOCK // (HV * V)))  # a program takes a multiprocessor's shared memory
-        found.append(Launch(segments.combine_kernel, (abreast, HV, V // BLOCK), args, (K, V, BLOCK, state.pdl, not p.varlen), 4, state.pdl))
+        found.append(Launch(COMBINE, (abreast, HV, V // BLOCK), args, (K, V, BLOCK, state.pdl, not p.varlen), 4, state.pdl))
     else:
-        found.append(forward(config.whole, whole, cut, None, known))
+        found.append(forward(config.whole, whole, lanes * cut, None, known))
     return [*found, forward(config.forward, split, NS, entry, known)], work
 
 
@@ -167,7 +179,7 @@ def plan(problem: Problem, config: Config, strides: Strides, kinds: Kinds, devic
     found, size = launches(p, config, strides, kinds)
     tables = None
     if not p.varlen:
-        rows = fixed_tables(p.B, p.T, config.steps or p.T)
+        rows = fixed_tables(p.B, p.T, config.steps or p.T, config.lanes)
         tables = torch.tensor([*chain(*rows), *(b * chunks(p, None) for b in range(p.B))], dtype=torch.int32).to(device)
     final, work = (
         torch.empty(1, dtype=dtype, device=device).expand(shape) if there else None

@@ -10,18 +10,19 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
+from importlib import import_module
 from threading import Event
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
-import triton
 
 from openkda.hopper import kept
-from openkda.hopper.cluster import check_addresses
-from openkda.hopper.compat import Loaded, MockTensor, TensorDescriptor, gl, loaded, tell
-from openkda.hopper.driver import MAP_BYTES, Call, Parameters, prepared, tensor_map
+from openkda.hopper.driver import MAP_BYTES, Call, Loaded, Parameters, loaded, prepared, tensor_map
 from openkda.hopper.driver import launch as run
+
+if TYPE_CHECKING:
+    from triton.runtime.jit import JITFunction
 
 
 class Pointer(NamedTuple):
@@ -44,19 +45,13 @@ class Matrix(NamedTuple):
     box_columns: int
     offset: int = 0  # bytes into the operand
 
-    def descriptor(self) -> TensorDescriptor:
-        """The same as Triton's host descriptor, of memory that is not there"""
-        layout = gl.NVMMASharedLayout(min(128, self.box_columns * self.dtype.itemsize), 8 * self.dtype.itemsize, 2)
-        shape, box = [self.rows, self.columns], [self.box_rows, self.box_columns]
-        return TensorDescriptor(MockTensor(self.dtype), shape, [self.stride, 1], box, layout)
-
 
 @dataclass(frozen=True)
 class Launch:
     """One launch: kernel[grid](*args, *constants). args: Pointers, Matrices, None, ints, floats; constants: what the kernel is compiled
     for, its last parameters. Kernels do not specialise on the values of ints."""
 
-    kernel: triton.JITFunction
+    kernel: str  # its full name; its module is imported where it is compiled
     grid: tuple[int, int, int]
     args: tuple
     constants: tuple
@@ -72,24 +67,28 @@ class Launch:
         return (self.kernel, self.constants, self.num_warps, self.pdl, self.registers, kinds)
 
     @property
-    def name(self) -> str:
-        """The key as a text that another process can look up"""
-        _, *rest = self.key
-        return repr((self.kernel.fn.__module__, self.kernel.fn.__name__, *rest))
-
-    @property
     def width(self) -> int:
         """Columns of all tiles: variants of a kernel with more of them take longer to compile"""
         return sum(x.box_columns for x in self.args if isinstance(x, Matrix))
 
-    def compile(self) -> object:
-        """Triton's compiled kernel, from its caches where it is there"""
-        args = [x.descriptor() if isinstance(x, Matrix) else MockTensor(x.dtype) if isinstance(x, Pointer) else x for x in self.args]
-        options = dict(num_warps=self.num_warps, launch_pdl=self.pdl, maxnreg=self.registers)
-        kernel = self.kernel.warmup(*args, *self.constants, grid=self.grid, **options)
-        if self.cluster:
-            check_addresses(kernel.asm["ttgir"], self.constants[0])
-        return kernel
+    def function(self) -> JITFunction:
+        """The kernel itself"""
+        module, _, name = self.kernel.rpartition(".")
+        return getattr(import_module(module), name)
+
+    def compile(self, read: Callable[[], None] = lambda: None) -> kept.Compiled:
+        """The compiled kernel, as an earlier process kept it or anew. read: called when its source has been read."""
+        key = repr(self.key)
+        found = kept.find(key)
+        if found is None:
+            from openkda.hopper import cluster, compat
+
+            args = [compat.stand_in(x) for x in self.args]
+            options = dict(num_warps=self.num_warps, launch_pdl=self.pdl, maxnreg=self.registers)
+            check = partial(cluster.check_addresses, T=self.constants[0]) if self.cluster else None
+            found = compat.compiled(self.function(), (*args, *self.constants), options, read, check)
+            kept.keep(key, found)
+        return found
 
     def parameters(self) -> Parameters:
         """The kernel's parameters: None and constants are none, a tensor map comes with its sizes and strides, and two addresses of scratch
@@ -122,7 +121,7 @@ class Ready(NamedTuple):
         kinds = iter(self.loaded.maps)
         for x in self.launch.args:
             if isinstance(x, Matrix):
-                found = tensor_map(addresses[x.operand] + x.offset, *next(kinds), x.rows, x.columns, x.stride)
+                found = tensor_map(addresses[x.operand] + x.offset, x.dtype, *next(kinds), x.rows, x.columns, x.stride)
                 values += (found, x.rows, x.columns, x.stride, 1)
             elif x is not None:
                 values.append(addresses[x.operand] + x.offset if isinstance(x, Pointer) else x)
@@ -140,22 +139,21 @@ def load(launches: Sequence[Launch], device: int, soon: Callable[[], Sequence[La
     """The launches with their kernels loaded on a device, the current one. Kernels that were never needed before are compiled side by side,
     so that three take little longer than one: in ORDER, each as soon as Python is done with the one before. With them, where there are any,
     what `soon` says will be needed next."""
-    find = lambda them: {key: kept.find(x.name, x.kernel.fn.__name__) for key, x in them.items()}
+    find = lambda them: {key: kept.find(repr(key)) for key in them}
     missing = {x.key: x for x in launches if (device, x.key) not in _loaded}
     found = find(missing)
     if None in found.values():
         others = {x.key: x for x in soon() if (device, x.key) not in _loaded and x.key not in missing}
         missing |= others
         found |= find(others)
-    rank = lambda x: (ORDER.index(x.kernel.fn.__name__) if x.kernel.fn.__name__ in ORDER else len(ORDER), -x.width)
+    name = lambda x: x.kernel.rpartition(".")[2]
+    rank = lambda x: (ORDER.index(name(x)) if name(x) in ORDER else len(ORDER), -x.width)
     order = sorted((x for key, x in missing.items() if found[key] is None), key=rank)
 
-    def compiled(x: Launch, turn: Event, next_turn: Event) -> object:
+    def compiled(x: Launch, turn: Event, next_turn: Event) -> kept.Compiled:
         turn.wait()
         try:
-            with torch.cuda.device(device):  # the current device is a thread's own
-                tell(x.kernel, next_turn.set)
-                return x.compile()
+            return x.compile(next_turn.set)
         finally:
             next_turn.set()
 
@@ -163,11 +161,10 @@ def load(launches: Sequence[Launch], device: int, soon: Callable[[], Sequence[La
         turns = [Event() for _ in range(len(order) + 1)]
         turns[0].set()
         with ThreadPoolExecutor(len(order)) as pool:
-            kernels = list(pool.map(compiled, order, turns, turns[1:]))
-        kept.keep({x.name: kernel.hash for x, kernel in zip(order, kernels)})
-        found |= {x.key: (kernel.kernel, kernel.metadata._asdict()) for x, kernel in zip(order, kernels)}
+            kernels = pool.map(compiled, order, turns, turns[1:])
+            found |= {x.key: kernel for x, kernel in zip(order, kernels)}
     for key, x in missing.items():
-        _loaded[device, key] = loaded(x.kernel.fn.__name__, *found[key], device), x.parameters()
+        _loaded[device, key] = loaded(found[key], device), x.parameters()
     return [Ready(x, *_loaded[device, x.key]) for x in launches]
 
 
@@ -221,24 +218,29 @@ def start(make: Callable[..., Launch], key: tuple, operands: Sequence[torch.Tens
     if device.type == "cpu":  # Triton's interpreter, which takes tensors
         x = make(*key)
         args = [operands[a.operand] if isinstance(a, Pointer) else a for a in x.args]
-        x.kernel[x.grid](*args, *x.constants, num_warps=x.num_warps, maxnreg=x.registers)
+        x.function()[x.grid](*args, *x.constants, num_warps=x.num_warps, maxnreg=x.registers)
         return
     addresses = [0 if x is None else x.data_ptr() for x in operands]
     stream = torch._C._cuda_getCurrentRawStream(device.index)
     run([_ready(make, key, device.index).bind(addresses, stream)], device.index)
 
 
+def full_name(kernel: JITFunction) -> str:
+    """Of a kernel defined in a module"""
+    return f"{kernel.fn.__module__}.{kernel.fn.__name__}"
+
+
 def plain(
-    kernel: triton.JITFunction, grid: tuple[int, int, int], dtypes: tuple, numbers: tuple, constants: tuple, warps: int,
+    kernel: JITFunction, grid: tuple[int, int, int], dtypes: tuple, numbers: tuple, constants: tuple, warps: int,
     registers: int | None,
 ) -> Launch:  # fmt: skip
     """A launch whose parameters are its operands in order (dtypes; None: absent), then numbers, then constants."""
     args = (*(None if x is None else Pointer(i, x) for i, x in enumerate(dtypes)), *numbers)
-    return Launch(kernel, grid, args, constants, warps, registers=registers)
+    return Launch(full_name(kernel), grid, args, constants, warps, registers=registers)
 
 
 def launch(
-    kernel: triton.JITFunction, grid: tuple[int, int, int], operands: Sequence[torch.Tensor | None], numbers: tuple, constants: tuple,
+    kernel: JITFunction, grid: tuple[int, int, int], operands: Sequence[torch.Tensor | None], numbers: tuple, constants: tuple,
     *, warps: int = 4, registers: int | None = None,
 ) -> None:  # fmt: skip
     """Launch a `plain` kernel. Operands are 16-byte aligned."""
