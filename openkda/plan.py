@@ -7,7 +7,7 @@ sequences cut by cu_seqlens. Kernels read two tables and have no branch for eith
     sequences [N, 4]  int32  (first row, end row, first chunk, number of chunks)
 
 Both are built on the device without waiting for it, so lengths never reach the host: NC is the bound floor(T / C) + N that the host
-knows. Tables of fixed batches are cached.
+knows. On a GPU they are one launch (tables.py), else, and for fixed batches, whose tables are cached, operators of torch.
 """
 
 from __future__ import annotations
@@ -39,6 +39,10 @@ class Plan:
         """Tables for B sequences of T tokens, or for the sequences of cu_seqlens [N + 1] within T tokens."""
         if cu_seqlens is None:
             return recorded(_fixed(B, T, chunk_size, device), device)
+        if cu_seqlens.device.type == "cuda":
+            from openkda.tables import ragged_tables
+
+            return Plan(*ragged_tables(cu_seqlens, T, chunk_size), chunk_size)
         return _ragged(cu_seqlens, T, chunk_size)
 
 

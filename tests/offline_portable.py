@@ -6,6 +6,7 @@ from offline import CAPABILITY
 from openkda.portable import forward
 from openkda.portable.gated_norm import gated_norm
 from openkda.portable.short_conv import silu_conv
+from openkda.tables import ragged_tables
 from openkda.testing import make_case
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -31,6 +32,12 @@ def compile_pointwise(target: str) -> None:
     torch.autograd.grad(silu_conv(stream, weight, None).sum(), (stream, weight))
     x, gate, weight = (torch.zeros(*shape, dtype=BF16, requires_grad=True) for shape in ((99, 128), (99, 128), (128,)))
     torch.autograd.grad(gated_norm(x, gate, weight, 1e-5).sum(), (x, gate, weight))
+
+
+def compile_tables(target: str) -> None:
+    """Compile what makes the chunk tables of a ragged batch."""
+    for dtype in (torch.int32, torch.int64):
+        ragged_tables(torch.tensor([0, 5, 9], dtype=dtype), 9, 64)
 
 
 def compile_all(target: str) -> None:

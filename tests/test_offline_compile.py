@@ -35,3 +35,10 @@ def test_portable_backward(target):
     gradients = {"both_scans_kernel", "score_gradients_kernel", "input_gradients_kernel"}
     assert {k.name for k in kernels} == {"gate_cumsum_kernel", "intra_kernel", "solve_kernel", "wy_kernel"} | gradients
     within(target, kernels)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_tables(target):
+    kernels = in_subprocess(target, "offline_portable:compile_tables")
+    assert [k.name for k in kernels] == ["plan_kernel", "plan_kernel"]
+    within(target, kernels)

@@ -4,7 +4,8 @@ A sequence is cut into segments of nearly equal numbers of 32-token steps, by le
 
     sequence (-1: unused row), first row, end row, sequence's first row, its end row, its first segment, its segment count, a ticket
 
-`known [HV, NS] int32` says, per head and segment, whether `entry [NS, HV, V, K]` already holds the segment's entry state. The tail pass
+`known [HV, NS] int32` says, per head and segment, whether `entry [NS, HV, V, K]` already holds the segment's entry state; for the first
+segment of a sequence, whose entry state always is, the first row that `segments_all` does not serve. The tail pass
 runs the state over the last steps before each segment from (0, I) and so gets (M, b): the true entry state is E M + b for the unknown state
 E before the tail. |E M| is at most max |E| times the sum, over the rows of M, of each one's largest |M|, row by row of E. Where that sum is
 at most DROPPED in either half of the rows, that is 2^-33 of max |E|, below half an ulp of what fp32 keeps of a state of E's size, or of
@@ -20,7 +21,7 @@ import triton.language as tl
 
 from openkda.hopper.cluster import meet
 from openkda.hopper.compat import gdc_launch_dependents, gdc_wait, gl, gluon, mbarrier
-from openkda.hopper.tiles import Work, plain_shared
+from openkda.hopper.tiles import Work, late, plain_shared
 
 DROPPED = tl.constexpr(2.0**-34)  # a tail drops what lies before it where the largest |M| of the rows of M's halves sum to no more
 COLUMNS = tl.constexpr(8)  # of the segment table
@@ -37,10 +38,19 @@ def bound_at(cu_ptr, i, N, T):
     return tl.minimum(tl.maximum(tl.load(cu_ptr + i, mask=i <= N, other=0), 0), T).to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["N", "T", "target", "NS"])
-def table_kernel(cu_ptr, segments_ptr, whole_ptr, chunks_ptr, N, T, target, NS, BS: tl.constexpr, CHUNK: tl.constexpr):
-    """Segment tables of a ragged batch: `segments` [NS, 8] with at most `target` steps a segment, `whole` [N, 8] one segment a sequence.
-    Both hold the sequences by falling length, so those that are cut come first and the last blocks to start are short. `chunks` [N] int32,
+@triton.jit
+def lane_at(first, steps, part):
+    """The first row of a lane that begins at a part, of 1024, of a sequence: whole groups of 64 tokens come before it"""
+    return first + 64 * ((steps + 1) // 2 * part // 1024)
+
+
+@triton.jit(do_not_specialize=["N", "T", "target", "NS", "lanes", "cuts"])
+def table_kernel(
+    cu_ptr, segments_ptr, whole_ptr, chunks_ptr, N, T, target, NS, lanes, cuts, BS: tl.constexpr, CHUNK: tl.constexpr
+):  # fmt: skip
+    """Segment tables of a ragged batch: `segments` [NS, 8] with at most `target` steps a segment, `whole` [N, lanes, 8] the lanes of each
+    sequence, up to four; `cuts` holds where the second and later ones begin, 10 bits each. Both hold the sequences by falling length, so
+    those that are cut come first and the last blocks to start are short. `chunks` [N] int32,
     unless None: the number of each sequence's first chunk of CHUNK tokens.
 
     cu_ptr [N + 1] int32 or int64. Grid (ceil(N / BS),): a program writes the rows of BS sequences and holds them against all others, BS at
@@ -74,7 +84,12 @@ def table_kernel(cu_ptr, segments_ptr, whole_ptr, chunks_ptr, N, T, target, NS, 
         tl.store(chunks_ptr + n, chunk, mask=n < N)
     steps = (stop - first + 31) // 32
     count = tl.maximum((steps + target - 1) // target, 1)
-    _store_row(whole_ptr, rank, n < N, n, first, stop, first, stop, before, count)
+    begin = first
+    for i in range(lanes):
+        end = tl.where(i == lanes - 1, stop, lane_at(first, steps, (cuts >> 10 * i) & 1023))
+        some = (begin < end) | (i == lanes - 1)  # a lane of no rows is not used; a sequence of none is its last lane's
+        _store_row(whole_ptr, lanes * rank + i, n < N, tl.where(some, n, -1), begin, end, first, stop, before, count)
+        begin = end
     for i in range(tl.max(tl.where(n < N, count, 0), 0)):
         begin = first + 32 * ((i * steps + count - 1) // count)  # rounded up: the last, which writes final_state, is a short one
         end = tl.minimum(first + 32 * (((i + 1) * steps + count - 1) // count), stop)
@@ -100,13 +115,15 @@ def _store_row(ptr, s, mask, sequence, begin, end, first, stop, segment, count):
 
 
 @gluon.jit
-def all_known(known, first, count):
-    """1 where the entry states of all segments of [first, first + count) but the first are known; known is this head's row"""
+def first_unknown(known, table, at, count, stop):
+    """The first row of the first one of segments [at, at + count), those of a sequence, whose entry state is not known, else `stop`, its
+    end. known is this head's row, table the segments'"""
     L: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    low = first * 0 + 1
+    low = stop
     for j in range(1, count, 128):
         s = j + gl.arange(0, 128, layout=L)
-        low = gl.minimum(low, gl.min(gl.load(known + first + s, mask=s < count, other=1), 0))
+        begin = gl.load(table + (at + s) * COLUMNS + 1, mask=s < count, other=0)
+        low = gl.minimum(low, gl.min(gl.where(gl.load(known + at + s, mask=s < count, other=1) == 0, begin, stop), 0))
     return low
 
 
@@ -215,9 +232,14 @@ def locate(deal, row, writes: gl.constexpr, T: gl.constexpr):
     """The work of an item. T.split says what the item is:
 
     none, turns   the segment, which is a whole sequence
+    lanes         the segment, after all of its sequence before it, of which the state alone is asked
     segments      the segment, from its entry state
-    whole         the sequence, if the entry states of its segments are not all known; says which in `known` of its first segment
-    segments_all  the segment, if `whole` before it said that all are known: to look again here made the loops of this kernel spill
+    rest          as lanes, the rows of the segment from the first one on whose entry state is not known. Its arithmetic may be another
+                  than that of the launch before it, which wrote the others
+    whole         the same; says in `known` of the sequence's first segment which these are. Its arithmetic is that of `segments_all`: where
+                  the second segment's entry state is not known, it writes the first one too, whose bits do not depend on who does
+    segments_all  the segment, if `whole` before it said that its entry state and all before it are known: to look again here made the
+                  loops of this kernel spill
     tails         the segment, after `tail` blocks before it that may give its entry state
     state         with tail > 0 the last `tail` blocks of the segment, for the entry state of the next one; with tail = 0 the segment's
                   (M, b), if the next one's entry state is not known"""
@@ -229,16 +251,23 @@ def locate(deal, row, writes: gl.constexpr, T: gl.constexpr):
     back = begin * 0
     chunk = begin * 0
     known = deal.known_ptr
-    if T.split != "none" and T.split != "turns":
+    if T.split != "none" and T.split != "turns" and T.split != "lanes":
         known += head * deal.NS
-    if T.split == "whole":
-        every = all_known(known, at, count)
-        if writes:
-            if row0 == 0:
-                gl.store(known + at, every)
-        active = active * (1 - every)
+    if T.split == "whole" or T.split == "rest":
+        table = deal.segments_ptr - deal.NS * COLUMNS  # it ends where that of the lanes begins
+        unknown = first_unknown(known, table, at, count, stop)
+        if T.split == "whole":
+            unknown = gl.where(gl.load(known + at + 1, mask=count > 1, other=1) == 0, first, unknown)
+            if writes:
+                if (row0 == 0) & (begin == first):
+                    gl.store(known + at, unknown)
+        begin = gl.maximum(begin, unknown)
+        active = active * (begin < end).to(gl.int32)
+    if late(T):
+        back = (begin - first) // 16
+        start = first
     if T.split == "segments_all":
-        active = gl.where(count > 1, active * gl.load(known + at), active)
+        active = gl.where(count > 1, active * (begin < gl.load(known + at)).to(gl.int32), active)
     if T.split == "tails":
         back = gl.minimum(deal.tail, (begin - first) // 16)
         start = begin - 16 * back
