@@ -11,14 +11,17 @@ from openkda.testing import make_case
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 RAGGED = (5, 0, 33, 530, 1, 64)
 SPLIT = ["summaries", "whole", "tails"]  # ways of cutting sequences
+LANES = (0, 700)  # where the lanes of what runs unsplit begin, of 1024
 
 
 def case(regime="init", **kw):
     return make_case(regime, **{**dict(H=2, K=128, dtype=BF16, state_v_first=True, device="cuda"), **kw})
 
 
-def split_config(problem, how, steps=4, tail=TAIL):
+def split_config(problem, how, steps=4, tail=TAIL, lanes=LANES):
     """A Config that cuts sequences as asked whatever their number; segments with their own tails are no longer than the ring allows."""
+    if how == "lanes":
+        return Config(base_tiles(problem, config.HALF, split="lanes"), lanes=lanes)
     if how == "full":
         return Config(base_tiles(problem, config.FULL))
     if how == "half":
@@ -30,11 +33,11 @@ def split_config(problem, how, steps=4, tail=TAIL):
     if how == "tails":
         steps = min(steps, (own_tail_blocks(base_tiles(problem, config.FULL, split="tails")) - tail) // 2)
         first = own_tail_tiles(problem, 2 * steps + tail)
-        return Config(first, steps, tail, None, base_tiles(problem, config.HALF, split="whole"))
+        return Config(first, steps, tail, None, base_tiles(problem, config.HALF, split="rest"), lanes=lanes)
     tail = min(tail, 2 * steps)
     if how == "summaries":
         state = base_tiles(problem, config.PAIRS, outputs=False, split="state")
         return Config(base_tiles(problem, config.FULL, split="segments"), steps, tail, state)
     state = base_tiles(problem, config.PAIRS, outputs=False, split="state")
     whole = base_tiles(problem, config.HALF, split="whole")
-    return Config(base_tiles(problem, config.FULL, split="segments_all"), steps, tail, state, whole)
+    return Config(base_tiles(problem, config.FULL, split="segments_all"), steps, tail, state, whole, lanes=lanes)

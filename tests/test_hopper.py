@@ -25,7 +25,7 @@ def check(c, cfg=None):
 
 
 @pytest.mark.parametrize("regime", ["random", "init", "zero", "extreme", "mixed"])
-@pytest.mark.parametrize("how", ["full", "half", "turns", "turns half", *SPLIT])
+@pytest.mark.parametrize("how", ["full", "half", "lanes", "turns", "turns half", *SPLIT])
 @pytest.mark.parametrize("kw", [dict(T=300, B=2), dict(lengths=RAGGED)], ids=["fixed", "ragged"])
 def test_every_way_of_cutting(how, regime, kw):
     c = case(regime, **kw)
@@ -120,8 +120,23 @@ def test_fp16(regime, bounded):
     check(case(regime, T=150, dtype=FP16, bounded=bounded, gate_dtype=FP32))
 
 
+@pytest.mark.parametrize("form", ["steps", "halves", "levels"])
+@pytest.mark.parametrize("how", ["lanes", "whole", "tails"])
+@pytest.mark.parametrize("kw", [dict(T=1030, B=2), dict(lengths=RAGGED), dict(T=33), dict(lengths=(1, 64, 65, 128, 0))], ids=str)
+def test_lanes_show_in_no_bit(kw, how, form):
+    """What a lane goes through before its part is the state alone, with the products of all others."""
+    for states in (False, True):
+        c = case("mixed", bounded=form == "steps", dtype=FP16 if form == "levels" else BF16, return_intermediate_states=states, **kw)
+        problem, inputs = c.described()
+        alone = launch.forward(problem, inputs, split_config(problem, "half" if how == "lanes" else how, lanes=(0,)))
+        for lanes in ((0, 700), (0, 1, 500, 1000), (0, 300, 600)):
+            for _ in range(3):
+                found = launch.forward(problem, inputs, split_config(problem, how, lanes=lanes))
+                assert all(torch.equal(x, y) for x, y in zip(found, alone, strict=True) if x is not None)
+
+
 @pytest.mark.parametrize("bounded", [True, False], ids=["bounded", "softplus"])
-@pytest.mark.parametrize("how", ["half", *SPLIT])
+@pytest.mark.parametrize("how", ["half", "lanes", *SPLIT])
 def test_causality_is_bit_exact(how, bounded):
     c = case("mixed", T=300, bounded=bounded)
     problem, inputs = c.described()
@@ -137,17 +152,20 @@ def test_causality_is_bit_exact(how, bounded):
 
 
 @pytest.mark.parametrize("bounded", [True, False], ids=["bounded", "softplus"])
+@pytest.mark.parametrize("t", [40, 260])
 @pytest.mark.parametrize("how", SPLIT)
-def test_who_serves_a_head_shows_in_no_bit(how, bounded):
-    """Later tokens that forget nothing make tails fail, so that another launch writes the outputs before them."""
-    c = case("random", T=400, bounded=bounded)
+def test_who_serves_a_head_shows_in_no_bit(how, t, bounded):
+    """Later tokens that forget nothing make tails fail, so that another launch writes what comes after them, and nothing else."""
+    c = case("random", T=400, bounded=bounded, return_intermediate_states=True)
     problem, inputs = c.described()
     cfg = split_config(problem, how)
-    before, *_ = launch.forward(problem, inputs, cfg)
+    before, _, entries_before = launch.forward(problem, inputs, cfg)
     inputs.g = inputs.g.clone()
-    inputs.g[:, 260:] = -40.0
-    after, *_ = launch.forward(problem, inputs, cfg)
-    assert torch.equal(before[:, :260], after[:, :260])
+    inputs.g[:, t:] = -40.0
+    after, _, entries_after = launch.forward(problem, inputs, cfg)
+    assert torch.equal(before[:, :t], after[:, :t]) and not torch.equal(before, after)
+    chunks = -(-t // problem.chunk_size)
+    assert torch.equal(entries_before[:, :chunks], entries_after[:, :chunks])
 
 
 @pytest.mark.parametrize("how", ["half", *SPLIT])

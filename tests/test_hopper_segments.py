@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from openkda.hopper.config import STEP
-from openkda.hopper.launch import TABLE, TABLE_ROWS
+from openkda.hopper.launch import TABLE, TABLE_ROWS, fixed_tables, packed
 from openkda.hopper.segments import combine_kernel, table_kernel
 from openkda.portable.forward import interpreted
 
@@ -19,8 +19,8 @@ BATCHES = {
 }
 
 
-def expected(lengths, target, rows):
-    """(segments, whole) as Python lists, the longest sequences first"""
+def expected(lengths, target, rows, lanes=(0,)):
+    """(segments, whole) as Python lists, the longest sequences first; a sequence's lanes one after another, without rows -1"""
     segments, whole = [], []
     for n, length in sorted(enumerate(lengths), key=lambda pair: -pair[1]):
         steps = -(-length // STEP)
@@ -28,17 +28,21 @@ def expected(lengths, target, rows):
         lo, before = sum(lengths[:n]), len(segments)
         cut = [min(lo + STEP * -(-i * steps // count), lo + length) for i in range(count + 1)]
         segments += [[n, a, b, lo, lo + length, before, count] for a, b in pairwise(cut)]
-        whole.append([n, lo, lo + length, lo, lo + length, before, count])
+        ends = [lo + 2 * STEP * (-(-length // (2 * STEP)) * part // 1024) for part in lanes] + [lo + length]
+        whole += [[n if a < b else -1, a, b, lo, lo + length, before, count] for a, b in pairwise(ends)]
+        whole[-1][0] = n
     return segments + [[-1, 0, 0, 0, 0, 0, 1]] * (rows - len(segments)), whole
 
 
-def table(cu, T, target, device):
+def table(cu, T, target, device, lanes=(0,)):
     N = len(cu) - 1
     NS = N + T // (STEP * target)
-    segments, whole = (torch.full((rows, TABLE), -7, dtype=torch.int32, device=device) for rows in (NS, N))
+    segments, whole = (torch.full((rows, TABLE), -7, dtype=torch.int32, device=device) for rows in (NS, len(lanes) * N))
     cu = torch.tensor(cu, device=device, dtype=torch.int64)
     chunks = torch.full((N,), -7, dtype=torch.int32, device=device)
-    table_kernel[(-(-N // TABLE_ROWS),)](cu, segments, whole, chunks, N, T, target, NS, TABLE_ROWS, 64, num_warps=4)
+    table_kernel[(-(-N // TABLE_ROWS),)](
+        cu, segments, whole, chunks, N, T, target, NS, len(lanes), packed(lanes), TABLE_ROWS, 64, num_warps=4
+    )  # fmt: skip
     assert not segments[:, 7].any() and not whole[:, 7].any()  # tickets
     counts = [-(-max(b - a, 0) // 64) for a, b in pairwise(accumulate((min(max(x, 0), T) for x in cu.tolist()), max))]
     assert chunks.tolist() == list(accumulate([0, *counts]))[:N]
@@ -50,8 +54,16 @@ def table(cu, T, target, device):
 def test_table(lengths, target, device):
     T = sum(lengths) + (31 if lengths == (64, 65) else 0)
     cu = [sum(lengths[:n]) for n in range(len(lengths) + 1)]
-    found = table(cu, T, target, device)
-    assert found == expected(lengths, target, len(found[0]))
+    for lanes in ((0,), (0, 759), (0, 1, 512, 1023)):
+        found = table(cu, T, target, device, lanes)
+        assert found == expected(lengths, target, len(found[0]), lanes)
+
+
+@pytest.mark.parametrize("T", [1, 64, 65, 1000])
+@pytest.mark.parametrize("lanes", [(0,), (0, 759), (0, 676, 912, 995)])
+def test_a_fixed_batch_has_the_table_of_a_ragged_one(T, lanes):
+    segments, whole = expected((T, T), 3, 0, lanes)
+    assert [row[:7] for row in fixed_tables(2, T, 3, lanes)] == segments + whole
 
 
 def test_a_bad_table_stays_inside(device):

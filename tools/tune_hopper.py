@@ -38,15 +38,15 @@ def stages(problem: Problem, inputs: Inputs, chosen: Config) -> list[float]:
     plan = launch.plan(p, chosen, None, kinds, x.q.device)
     o, final = torch.empty_like(x.v), torch.empty(p.state_shape, device=x.q.device)
     work = None if plan.work is None else torch.empty_like(plan.work, memory_format=torch.contiguous_format)
-    tensors = (x.q, x.k, x.v, x.g, x.beta, x.A_log, x.dt_bias, x.initial_state, x.cu_seqlens, o, final, plan.tables, work)
+    tensors = (x.q, x.k, x.v, x.g, x.beta, x.A_log, x.dt_bias, x.initial_state, x.cu_seqlens, o, final, plan.tables, work, None)
     addresses = [0 if t is None else t.data_ptr() for t in tensors]
     device = x.q.device.index
 
     def run(number: int) -> None:
-        one = plan.bind(torch._C._cuda_getCurrentRawStream(device), addresses)[number]
+        one = plan.program.ready[number].bind(addresses, torch._C._cuda_getCurrentRawStream(device))
         driver.launch([one], device)
 
-    numbers = range(len(plan.ready))
+    numbers = range(len(plan.program.ready))
     for number in numbers:
         run(number)
     return [1e3 * graph_ms([partial(run, number)], 0.1) for number in numbers]
@@ -76,6 +76,9 @@ def costs(gate: str) -> Costs:
         add("tails", 2, tails), add("state", steps, summaries), add("entry", steps, forward), add("chain", 7, chain)
     p, x = case("T8192_H8", "init", gate)
     add("chain", 15, stages(p, x, config(p, "summaries", "full", 16, 4))[2])
+    p, x = case("T8192_H32", "init", gate)
+    late = Config(forms.base_tiles(p, forms.HALF, split="lanes"), lanes=(1008,))  # 252 steps through the state alone, then 4
+    quiet = stages(p, x, late)[0]
     p, x = case("T8192_H16", "random", gate)
     idle = stages(p, x, config(p, "summaries", "full", 32, 4))[1]
     (full, start), (half, half_start), (own, own_start), (state, summary_start), (_, entry_start), (link, _) = (
@@ -85,6 +88,7 @@ def costs(gate: str) -> Costs:
         COSTS["product" if p.bounded else "halves"],
         full=full, half=half, own=own, state=state, start=start, half_start=half_start, own_start=own_start, entry_start=entry_start,
         tail_start=points["tails"][-1][1] - 2 * state, summary_start=summary_start, idle=idle, link=link,
+        quiet=(quiet - half_start - 4 * half) / (252 * half),
     )  # fmt: skip
 
 

@@ -59,14 +59,22 @@ def check_addresses(ttgir: str, T: object) -> None:
 @gluon.constexpr_function
 def pieces(T):
     """What is copied of two blocks, three numbers a piece: where it lies for the first two blocks, its bytes, those to the next two blocks.
-    Large tiles in two: a copy holds up what the copy engine is asked for behind it (kq and ki whole: 3 % slower)."""
+    Large tiles in two: a copy holds up what the copy engine is asked for behind it (kq and ki whole: 3 % slower). Where no output is asked,
+    without what comes from q: every second 16 rows of some tiles."""
     where = addresses(T)
     sizes = dict(kq=128 * T.K, g=64 * T.K, tz=2048, cross=1024, decay=8 * T.K, read=128, write=128)
+    rows = dict(kq=2048, tz=512, cross=512, write=0)  # bytes of 16 rows, or of as many as lie together
     found = []
     for name, size in sizes.items():
-        parts = 2 if name in ("kq", "g") else 1
-        for n in range(parts if name in where else 0):
-            found += [where[name] + n * size // parts, size // parts, size]
+        if name not in where:
+            continue
+        if T.outputs or name not in rows:
+            parts = 2 if name in ("kq", "g") else 1
+            for n in range(parts):
+                found += [where[name] + n * size // parts, size // parts, size]
+        elif rows[name]:
+            for at in range(0, size, 2 * rows[name]):
+                found += [where[name] + at, rows[name], size]
     return found
 
 

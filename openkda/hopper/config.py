@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import pairwise
 from math import prod
 
 import torch
@@ -38,11 +39,15 @@ class Tiles:
     beta: str  # "given", "sigmoid", "twice" (2 * sigmoid)
     state_v_first: bool
     chunk: int  # tokens from one chunk-entry state to the next; 0: none are written
-    split: str  # which work a block takes from the segment table: "none", "turns", "tails", ... (locate in segments.py)
+    split: str  # which work a block takes from the segment table: "none", "lanes", "turns", "tails", ... (locate in segments.py)
     pdl: bool
     cluster: bool  # two blocks, the halves of V, share the preparation of their head (cluster.py)
     fixed: bool  # the segment table lies ready: no launch of the call writes it
     located: bool  # the block finds its work before it hands over to its roles, not each role
+
+    def without_outputs(self) -> Tiles:
+        """Those of a preparation for the state alone"""
+        return replace(self, outputs=False)
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,7 @@ class Config:
     state: Tiles | None = None  # of the state-only passes
     whole: Tiles | None = None  # where a tail does not suffice: the sequence runs unsplit with these tiles; None: summaries of its segments
     reason: str = ""
+    lanes: tuple[int, ...] = (0,)  # where the lanes of what runs unsplit begin, in 1024 parts of a sequence; up to four
 
 
 # What a block looks like: rows of V, preparation partitions and their registers, warps of the scan, groups in the ring.
@@ -80,15 +86,16 @@ def base_tiles(problem: Problem, shape: dict, **changes: object) -> Tiles:
     if (form == "halves" or changes.get("split") == "tails") and shape["prep_regs"] == FULL["prep_regs"]:
         shape = {**shape, "prep_regs": shape["prep_regs"] + 8}  # all that the scan can spare where it has no tail to run
     tiles = Tiles(**{**fields, **shape, **changes})
-    # Where the scan of 128 rows under unbounded gates finds its work itself, its loop is short of registers and 10 % slower.
+    # Where the scan of 128 rows under unbounded gates finds its work itself, its loop is short of registers and 10 % slower. A block of a
+    # cluster that has nothing to do had better know it before it sets up barriers and meets the other one (below): 1.5 us of a call.
     tiles = replace(tiles, located=form == "halves" and tiles.outputs and tiles.R == 128 and tiles.split != "tails")
     per_group = group_bytes(tiles, p.gate_dtype.itemsize)
     tiles = replace(tiles, groups=min(tiles.groups, (SHARED_BYTES - 2 * BLOCK * tiles.R * 2 - RESERVED_BYTES) // per_group))
-    # Two blocks that share a head share its preparation where a place of the ring can be spared. Blocks that take turns do not, and what
-    # takes over from segments keeps their arithmetic: which of the two launches writes a row depends on later tokens.
-    exact = tiles.split == "none" or (tiles.split == "whole" and form != "product")
-    if tiles.outputs and 2 * tiles.R == p.V == p.K and exact and tiles.groups == 3:
-        tiles = replace(tiles, cluster=True, preps=1, prep_regs=168, form="steps" if form == "product" else form)
+    # Two blocks that share a head share its preparation where a place of the ring can be spared. Blocks that take turns do not. Two blocks
+    # of 16 tokens go together in bounded gates, but not where segments whose blocks have all of V do the same work without (`locate`).
+    if tiles.outputs and 2 * tiles.R == p.V == p.K and tiles.split in ("none", "lanes", "rest", "whole") and tiles.groups == 3:
+        form = "steps" if form == "product" and tiles.split != "whole" else form
+        tiles = replace(tiles, cluster=True, preps=1, prep_regs=168, form=form, located=tiles.split in ("rest", "whole"))
     return tiles
 
 
@@ -105,6 +112,7 @@ def group_bytes(tiles: Tiles, gate_bytes: int) -> int:
 
 MULTIPROCESSORS = 132
 TAIL = 4  # most blocks of a tail: 64 tokens
+LANES = 3  # of a head at most; a fourth would gain 1 %, for more blocks that have to leave where tails suffice
 PARTS = (2, 3, 4, 5, 6, 8, 11, 12, 16, 22, 24, 32)  # into how many segments the longest sequence may be cut
 SAMPLE = 64  # lengths that stand for all of a larger batch in the choice
 WORKSPACE = 512 * 2**20  # bytes that entry states and summaries may take
@@ -136,11 +144,14 @@ class Costs:
     half_start: float = 12.5
     apart: float = 1.14  # how much longer a step of V in two takes where its blocks do not share their preparation
     whole: float = 1.0  # the same for the launch of what segments could not do
+    quiet: float = 0.75  # of a step of V in two, in a cluster, that goes through the state alone
+    whole_quiet: float = 0.75  # the same for the launch of what segments could not do
     own_start: float = 6.2  # of a forward block with its own tail
     entry_start: float = 13.5  # of one that reads its entry state
     tail_start: float = 6.0  # of the pass over the tails
     summary_start: float = 11.0  # of the pass over segments, which writes (b, M)
     idle: float = 1.3  # a launch whose blocks leave at once, per wave of them
+    leave: float = 5.9  # the same in clusters
     link: float = 1.56  # a link of the chain of summaries
     overlap: float = 4.0  # what of an unsplit block's start lies under own tails
 
@@ -151,9 +162,9 @@ class Costs:
 
 PRODUCT = Costs(full=1.83, half=1.15, own=2.45, state=2.33)
 COSTS = {
-    "product": replace(PRODUCT, whole=PRODUCT.apart),
-    "halves": replace(PRODUCT.slower(1.18), half=1.32, own=3.2, own_start=6.3, state=3.15, turn=11.6),
-    "levels": replace(PRODUCT.slower(2.85), half=2.5, own=5.1, own_start=9.5, apart=1.5, turn=11.6),
+    "product": replace(PRODUCT, whole=1.09, whole_quiet=0.66),
+    "halves": replace(PRODUCT.slower(1.18), half=1.32, own=3.2, own_start=6.3, state=3.15, turn=11.6, leave=1.3),
+    "levels": replace(PRODUCT.slower(2.85), half=2.5, own=5.1, own_start=9.5, apart=1.5, turn=11.6, leave=1.3),
 }  # fmt: skip
 WORTH = 0.95  # of the time of an unsplit run: what a cut must promise
 
@@ -177,6 +188,14 @@ class Cut:
     shape: str  # blocks of what runs unsplit: "full" or "half"
     steps: int = 0  # of a segment at most, 0: not cut
     tail: int = 0  # steps of the tails before segments
+    lanes: int = 1  # of what runs unsplit in blocks of half of V
+
+
+def lane_parts(lanes: int, quiet: float) -> tuple[int, ...]:
+    """Where the lanes of a sequence begin, in 1024 parts of it, such that they end together: each goes through what lies before its part in
+    `quiet` of the time that the part itself takes."""
+    kept = 1.0 - quiet
+    return tuple(round(1024 * (1.0 - kept**n) / (1.0 - kept**lanes)) for n in range(lanes))
 
 
 Batch = Sequence[tuple[int, float]]  # (steps, how many sequences) by falling steps
@@ -192,11 +211,16 @@ def expected(cut: Cut, batch: Batch, HV: int, costs: Costs) -> tuple[float, floa
     def unsplit(blocks: Batch) -> float:
         if cut.shape == "full":
             return forward(blocks)
-        step = c.half if cut.how == "unsplit" else c.half * c.whole
-        return makespan([(c.half_start + step * n, copies * 2 * HV) for n, copies in blocks])
+        step, quiet = (c.half * c.whole, c.whole_quiet) if cut.how == "whole" else (c.half, c.quiet)
+        parts = lane_parts(cut.lanes, quiet)
+        times = []
+        for n, copies in blocks:
+            cuts = [2 * (-(-n // 2) * part // 1024) for part in parts] + [n]
+            times += [(c.half_start + step * (quiet * a + b - a), copies * 2 * HV) for a, b in pairwise(cuts) if a < b]
+        return makespan(sorted(times, reverse=True))
 
-    def idle(blocks: Batch) -> float:
-        return c.idle * -(-sum(copies for _, copies in blocks) * HV // MULTIPROCESSORS)
+    def idle(blocks: Batch, each: float = c.idle) -> float:
+        return each * -(-sum(copies for _, copies in blocks) * HV // MULTIPROCESSORS)
 
     if cut.how == "unsplit":
         turns = c.start - c.turn + makespan([(c.turn + c.full * n, copies * HV) for n, copies in batch])
@@ -212,7 +236,8 @@ def expected(cut: Cut, batch: Batch, HV: int, costs: Costs) -> tuple[float, floa
     tails = makespan([(c.tail_start + c.state * cut.tail / 2, copies) for _, copies in inner])
     every = forward(sorted(pieces + short, reverse=True), start=c.entry_start)
     if cut.how == "whole":
-        return tails + idle(long) + every, tails + unsplit(long) + max(forward(short), idle(pieces))
+        left = idle(long, c.leave if cut.shape == "half" else c.idle)
+        return tails + left + every, tails + unsplit(long) + max(forward(short), idle(pieces))
     summaries = makespan([(c.summary_start + c.state * n, copies) for n, copies in inner])
     chain = c.idle + c.link * (max(parts, default=1) - 1)
     return tails + 2 * c.idle + every, tails + summaries + chain + every
@@ -258,8 +283,14 @@ def choose(problem: Problem, lengths: tuple[int, ...] | None = None) -> Config:
             found += [Cut("whole", shape, steps, tail) for shape in shapes]
             if 3 * (p.N + p.B * p.T // (STEP * steps)) * p.HV * p.K * p.V * 4 <= WORKSPACE:
                 found.append(Cut("summaries", "full", steps, tail))
+    if base_tiles(p, HALF).cluster:
+        for cut in [cut for cut in found if cut.shape == "half"]:
+            count = max(sum(copies for n, copies in batch if n > cut.steps) for batch in guesses)  # of sequences that may run unsplit
+            lanes = min(LANES, MULTIPROCESSORS // max(1, 2 * p.HV * round(count)))
+            found += [replace(cut, lanes=lanes)] * (lanes > 1)
     times = {cut: [expected(cut, batch, p.HV, costs) for batch in guesses] for cut in found}
-    worth = {cut: prod(time * (WORTH if cut.how == "unsplit" else 1.0) for pair in times[cut] for time in pair) for cut in found}
+    alone = lambda cut: WORTH if cut.how == "unsplit" and cut.lanes == 1 else 1.0
+    worth = {cut: prod(time * alone(cut) for pair in times[cut] for time in pair) for cut in found}
     best = min(found, key=worth.__getitem__)
     return config_of(p, best, times[best][0])
 
@@ -269,12 +300,19 @@ def config_of(problem: Problem, cut: Cut, times: tuple[float, float]) -> Config:
     p = problem
     unsplit = FULL if cut.shape == "full" else HALF
     blocks = "one block a head" if unsplit is FULL else "64 rows of V a block"
+    blocks += f", {cut.lanes} lanes a head" * (cut.lanes > 1)
+    costs = COSTS[base_tiles(p, FULL).form]
+    lanes = lane_parts(cut.lanes, costs.whole_quiet if cut.how == "whole" else costs.quiet)
     fast, slow = times
     if cut.how == "unsplit":
         # More items than blocks: in turn, where that is faster. Unbounded gates lose 2 to 5 % by it (docs/hopper_prefill.md).
-        turns = p.N * p.HV * (p.V // unsplit["R"]) > MULTIPROCESSORS and base_tiles(p, unsplit).form == "product"
-        return Config(base_tiles(p, unsplit, split="turns" if turns else "none"), reason=f"unsplit, {blocks}: about {slow:.0f} us")
-    whole = base_tiles(p, unsplit, split="whole", pdl=True)
+        count = p.N * p.HV * (p.V // unsplit["R"])
+        turns = count > MULTIPROCESSORS and base_tiles(p, unsplit).form == "product"
+        # Where there may be lanes, kernels have them whatever the lengths: these compile nothing.
+        single = 2 * count > MULTIPROCESSORS or not base_tiles(p, unsplit).cluster
+        split = "turns" if turns else "none" if single else "lanes"
+        return Config(base_tiles(p, unsplit, split=split), reason=f"unsplit, {blocks}: about {slow:.0f} us", lanes=lanes)
+    whole = base_tiles(p, unsplit, split="rest" if cut.how == "tails" else "whole", pdl=True)
     state = base_tiles(p, PAIRS, outputs=False, split="state", pdl=True)
     split, where, otherwise = {
         "tails": ("tails", "each from its own tail", f"unsplit, {blocks}"),
@@ -286,4 +324,5 @@ def config_of(problem: Problem, cut: Cut, times: tuple[float, float]) -> Config:
     short = base_tiles(p, FULL).form == "halves" and cut.how == "summaries" and 2 * cut.steps <= own_tail_blocks(base_tiles(p, FULL))
     full = ALONE if short else FULL
     first = own_tail_tiles(p, 2 * cut.steps + cut.tail) if split == "tails" else base_tiles(p, full, split=split, pdl=True)
-    return Config(first, cut.steps, cut.tail, None if cut.how == "tails" else state, None if cut.how == "summaries" else whole, reason)
+    state, whole = None if cut.how == "tails" else state, None if cut.how == "summaries" else whole
+    return Config(first, cut.steps, cut.tail, state, whole, reason, lanes)

@@ -4,6 +4,7 @@ caller's layout and the inputs' dtype, by plain stores under a block's first pro
 from __future__ import annotations
 
 from openkda.hopper.compat import gl, gluon
+from openkda.hopper.tiles import first_row, late
 
 
 @gluon.constexpr_function
@@ -29,7 +30,10 @@ def store_entry(states, S, row, work, HV, first: gl.constexpr, T: gl.constexpr):
     not: V first 387 and 438, without it 418 and 492; K first 436 and 475, without it 375 and 485."""
     if T.chunk > 0:
         since = row - work.first
-        if since % T.chunk == 0:
+        due = since % T.chunk == 0
+        if late(T):
+            due &= row >= first_row(work)
+        if due:
             K: gl.constexpr = T.K
             V: gl.constexpr = T.V
             base = states.h_ptr + ((work.chunk + since // T.chunk).to(gl.int64) * HV + work.head) * (K * V)

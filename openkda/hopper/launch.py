@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial, reduce
-from itertools import chain
+from itertools import chain, pairwise
 from operator import or_
 from typing import NamedTuple
 
@@ -59,7 +59,7 @@ def fixed_tables(B: int, T: int, target: int, lanes: tuple[int, ...] = (0,)) -> 
     return split + [
         [b if begin < end or end == T else -1, b * T + begin, b * T + end, b * T, (b + 1) * T, b * count, count, 0]
         for b in range(B)
-        for begin, end in zip(cuts, cuts[1:])
+        for begin, end in pairwise(cuts)
     ]
 
 
@@ -106,7 +106,7 @@ def launches(problem: Problem, config: Config, strides: Strides, kinds: Kinds) -
     numbers = numbers if asked else None  # of the sequences' first chunks
     if p.varlen:
         args = (Pointer(CU, kinds[2]), split, whole, numbers, p.N, p.T, target, NS, lanes, packed(config.lanes))
-        found.append(Launch(segments.table_kernel, (-(-p.N // TABLE_ROWS), 1, 1), args, (TABLE_ROWS, config.forward.chunk), 4))
+        found.append(Launch(TABLE_OF, (-(-p.N // TABLE_ROWS), 1, 1), args, (TABLE_ROWS, config.forward.chunk), 4))
 
     matrix = lambda operand, rows, columns: Matrix(
         operand, p.gate_dtype if operand == G else p.dtype, R, sizes[operand], steps[operand], rows, columns

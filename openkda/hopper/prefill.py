@@ -142,6 +142,9 @@ def forward_kernel(
     deal = Deal(segments_ptr, tickets_ptr, known_ptr, chunks_ptr, items, HV, group, NS, tail)
     row = read_row(deal, gl.program_id(0))
     first = locate(deal, row, True, T) if T.located else row
+    if T.cluster and T.located:
+        if first.steps == 0:  # as for the other block
+            return
     src = Source(q_desc, k_desc, v_desc, g_desc, beta_ptr, A_log_ptr, dt_bias_ptr, HV, lower_bound, scale)
     ring = make_ring(src, T)
     queue = make_queue() if tickets_ptr is not None else Queue(None, None, None)

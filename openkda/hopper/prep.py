@@ -37,11 +37,15 @@ from openkda.hopper.tiles import (
     outward,
     own_groups,
     plain_shared,
+    quiet,
+    quiet_groups,
     rcp,
     rsqrt,
     scaled_exp2,
+    share,
     slice_views,
     stack_layout,
+    state_only,
 )
 
 
@@ -67,6 +71,19 @@ def request(ring, src, work, at, row, full, more: gl.constexpr, operands: gl.con
 
 
 @gluon.jit
+def request_needed(ring, src, work, at, row, full, step, operands: gl.constexpr, n: gl.constexpr, T: gl.constexpr):
+    """The same, but q only of groups that have rows which the block writes"""
+    what: gl.constexpr = operands[n]
+    if what == "q" and quiet(T):
+        if step < T.wide // 2 * quiet_groups(work, T):
+            mbarrier.arrive(full, count=1)
+        else:
+            request(ring, src, work, at, row, full, 0, operands, n, T)
+    else:
+        request(ring, src, work, at, row, full, 0, operands, n, T)
+
+
+@gluon.jit
 def load_item(ring, src, work, before, what: gl.constexpr, T: gl.constexpr):
     """Request the raw tiles of the operands `what` of all groups that this block prepares, two blocks at a time, as soon as their place is
     free. `before` groups have been in the ring."""
@@ -80,7 +97,7 @@ def load_item(ring, src, work, before, what: gl.constexpr, T: gl.constexpr):
         mbarrier.wait(ring.empty.index(at), ((it // halves) & 1) ^ 1)
         if step < per * before + work.steps:
             for n in gl.static_range(len(what)):
-                request(ring, src, work, at, row + step * 32, ring.full.index(at // per), 0, what, n, T)
+                request_needed(ring, src, work, at, row + step * 32, ring.full.index(at // per), step, what, n, T)
         else:
             mbarrier.arrive(ring.full.index(at // per), count=len(what))
 
@@ -103,7 +120,13 @@ def receive_role(ring, src, deal, first, T: gl.constexpr):
             if step < steps:
                 full = ring.ready.index(own + half)
                 row = work.start + 32 * (step + 2 * (1 - rank))
-                request(ring, src, work, 2 * own + half, row, full, copied_bytes(T), "v", 0, T)
+                if quiet(T):
+                    if 2 * n + 1 - rank < quiet_groups(work, T):
+                        request(ring, src, work, 2 * own + half, row, full, copied_bytes(state_only(T)), "v", 0, T)
+                    else:
+                        request(ring, src, work, 2 * own + half, row, full, copied_bytes(T), "v", 0, T)
+                else:
+                    request(ring, src, work, 2 * own + half, row, full, copied_bytes(T), "v", 0, T)
 
 
 @gluon.jit
@@ -123,7 +146,13 @@ def send_role(ring, deal, first, T: gl.constexpr):
             if step - 4 < work.steps:
                 mbarrier.wait(ring.empty.index(2 * (before % own) + half), (before // own) & 1, pred=n > 0)
             if step < work.steps:
-                send(n % own, half, rank, T)
+                if quiet(T):
+                    if 2 * n + rank < quiet_groups(work, T):
+                        send(n % own, half, rank, state_only(T))
+                    else:
+                        send(n % own, half, rank, T)
+                else:
+                    send(n % own, half, rank, T)
 
 
 @gluon.jit
@@ -243,10 +272,11 @@ def prepare_group(ring, src, work, group, at, beta, consts, T: gl.constexpr):
     write = ring.write._reinterpret(gl.float32, [groups, T.wide, 16], plain_shared(2)).index(at)
     valid = work.end - work.start - group * (16 * T.wide)
     together: gl.constexpr = 32 if T.form == "steps" else 16  # rows that the scan reads at once, some of which may lie past the end
-    if (valid < 16 * T.wide) & (valid % together != 0):
-        clear_rows(ring.kq, at, valid, 0.0, 32, K, T)
-        clear_rows(ring.g, at, valid, neutral_gate(T), 16, K, T)
-        clear_rows(ring.v, at, valid, 0.0, 16, T.R, T)
+    if T.outputs or not quiet(T):  # what is quiet ends before the sequence does
+        if (valid < 16 * T.wide) & (valid % together != 0):
+            clear_rows(ring.kq, at, valid, 0.0, 32, K, T)
+            clear_rows(ring.g, at, valid, neutral_gate(T), 16, K, T)
+            clear_rows(ring.v, at, valid, 0.0, 16, T.R, T)
     down: gl.constexpr = 2.0 ** -anchor(T)
     rk = gl.full([gl.num_warps(), 16], 1.0, gl.float32, gl.SliceLayout(2, block_layout(gl.num_warps())))
     if T.outputs:
@@ -278,6 +308,20 @@ def prepare_group(ring, src, work, group, at, beta, consts, T: gl.constexpr):
 @gluon.jit
 def prep_item(ring, src, work, before, first, T: gl.constexpr):
     """Groups first, first + preps, ... of those of the item that this block prepares"""
+    preps: gl.constexpr = 1 if parted(T) else T.preps
+    rank = rank_of(T)
+    turns = (own_groups(work, rank, T) + preps - 1 - first) // preps
+    if quiet(T):
+        begin = (share(quiet_groups(work, T), rank, T) + preps - 1 - first) // preps
+        prep_turns(ring, src, work, before, first, 0, begin, state_only(T))
+        prep_turns(ring, src, work, before, first, begin, turns, T)
+    else:
+        prep_turns(ring, src, work, before, first, 0, turns, T)
+
+
+@gluon.jit
+def prep_turns(ring, src, work, before, first, begin, end, T: gl.constexpr):
+    """Those of them from the begin-th to the end-th"""
     own: gl.constexpr = own_places(T)
     sharers: gl.constexpr = 2 if T.cluster else 1
     rank = rank_of(T)
@@ -288,8 +332,8 @@ def prep_item(ring, src, work, before, first, T: gl.constexpr):
         consts = step_constants(src, work, T)
     else:
         consts = decay_constants(src, work, T)
-    raw, live = load_beta(src, work, sharers * first + rank + work.steps * 0)
-    for turn in range((own_groups(work, rank, T) + preps - 1 - first) // preps):
+    raw, live = load_beta(src, work, sharers * (begin * preps + first) + rank + work.steps * 0)
+    for turn in range(begin, end):
         n = turn * preps + first
         group = sharers * n + rank
         at = (before + n) % own

@@ -17,7 +17,7 @@ from openkda.hopper.cluster import group_place, rank_of
 from openkda.hopper.compat import fence_async_shared, gl, gluon, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from openkda.hopper.entries import store_entry
 from openkda.hopper.own import parted, read_verdict
-from openkda.hopper.tiles import group_count, group_layout, to_f32
+from openkda.hopper.tiles import first_row, group_count, group_layout, late, quiet, to_f32
 
 
 class States(NamedTuple):
@@ -113,7 +113,10 @@ def store_live_rows(out, o, row, work, HV, T: gl.constexpr):
     r = gl.arange(0, rows, layout=gl.SliceLayout(1, L))[:, None]
     for h in gl.static_range(len(o)):
         at = (token.to(gl.int64) * HV + work.head) * V + work.row0 + rows * h + r
-        gl.store(out.ptr + at, o[h], mask=token < work.end)
+        if quiet(T):
+            gl.store(out.ptr + at, o[h], mask=(token < work.end) & (token >= first_row(work)))
+        else:
+            gl.store(out.ptr + at, o[h], mask=token < work.end)
 
 
 @gluon.jit
@@ -249,29 +252,67 @@ def end_item(ring, stop, before, work, T: gl.constexpr):
 
 
 @gluon.jit
+def next_block(ring, n, rank, T: gl.constexpr):
+    """Where block n of the item lies, once it is ready"""
+    if T.cluster:
+        at, phase = group_place(n // 4, rank, T)
+        b = 4 * at + n % 4
+        if (n % 4 == 0) | ((n % 4 == 2) & (at == T.groups - 1)):
+            mbarrier.wait(ring.ready.index(at + n % 4 // 2), phase)
+    else:
+        blocks: gl.constexpr = T.wide * T.groups
+        b = n % blocks
+        if n % T.wide == 0:
+            mbarrier.wait(ring.ready.index(b // T.wide), (n // blocks) & 1)
+    return b
+
+
+@gluon.jit
+def skip_rows(ring, S, count, rank, T: gl.constexpr):
+    """R rows of S after `count` blocks, without output: the same products with the rows of k alone, so the same bits"""
+    L: gl.constexpr = S.type.layout
+    L16: gl.constexpr = group_layout(16, gl.num_warps())
+    D16: gl.constexpr = gl.DotOperandLayout(0, L16, 2)
+    zero = gl.zeros([S.shape[0], 16], gl.float32, L16)
+    for n in range(count):
+        b = next_block(ring, n, rank, T)
+        X = read_state(S, ring, b)
+        v = load_values(ring, b, 0, T.R)
+        read = ring.read.index(b).load(L16)
+        X = warpgroup_mma_wait(0, deps=(X,))
+        D = gl.convert_layout((to_f32(v) + X * read).to(ring.kq.dtype), D16)
+        R = warpgroup_mma(D, ring.tz.index(b).slice(0, 16, dim=0).permute((1, 0)), zero, use_acc=False, is_async=True)
+        decay = ring.decay.index(b).load(L)
+        if T.kg:
+            S = S * decay
+        R = warpgroup_mma_wait(0, deps=(R,))
+        S = update_state(S, R, ring, b)
+        S = warpgroup_mma_wait(0, deps=(S,))
+        if not T.kg:
+            S = S * decay
+        if n % 2 == 1:
+            mbarrier.arrive(ring.empty.index(b // 2), count=1)
+    return S
+
+
+@gluon.jit
 def scan_rows(ring, before, out, states, work, segment, HV, NS, T: gl.constexpr):
     """R rows of V, one chain of products"""
     K: gl.constexpr = T.K
     R: gl.constexpr = T.R
     L: gl.constexpr = group_layout(K, gl.num_warps())
     L16: gl.constexpr = group_layout(16, gl.num_warps())
-    blocks: gl.constexpr = T.wide * T.groups
     first = T.wide * before
     stop = T.wide * before + (work.end - work.start + 15) // 16 * (work.steps > 0).to(gl.int32)
     row = work.start - 16 * T.wide * before
     S = first_state(states, segment, work, HV, 0, R, T)
     o = gl.zeros([R, 16], out.tile.dtype, L16)
     rank = rank_of(T)
+    if quiet(T):
+        S = skip_rows(ring, S, work.tail, rank, T)
+        first += work.tail
     for n in range(first, stop):
-        if T.cluster:
-            at, phase = group_place(n // 4, rank, T)
-            b = 4 * at + n % 4
-            if (n % 4 == 0) | ((n % 4 == 2) & (at == T.groups - 1)):
-                mbarrier.wait(ring.ready.index(at + n % 4 // 2), phase)
-        else:
-            b = n % blocks
-            if n % T.wide == 0:
-                mbarrier.wait(ring.ready.index(b // T.wide), (n // blocks) & 1)
+        b = next_block(ring, n, rank, T)
         XO = start_read(ring, b, S)
         store_entry(states, S, row + 16 * n, work, HV, 0, T)
         v = live_values(ring, b, work.end - (row + 16 * n), T)
@@ -295,7 +336,7 @@ def scan_rows(ring, before, out, states, work, segment, HV, NS, T: gl.constexpr)
     if T.cluster:
         if stop % 2 == 1:  # the other block waits for every step
             gl.thread_barrier()
-            at, phase = group_place(stop // 4, rank, T)
+            at, _ = group_place(stop // 4, rank, T)
             mbarrier.arrive(ring.empty.index(2 * at + stop % 4 // 2), count=1)
     if stop > first:
         store_rows(out, (o,), row + 16 * (stop - 1), stop & 1, work, HV, T)
@@ -312,6 +353,7 @@ def scan_two_rows(ring, before, out, states, known_ptr, verdict, work, segment, 
     L16: gl.constexpr = group_layout(16, gl.num_warps())
     blocks: gl.constexpr = T.wide * T.groups
     first = T.wide * before + work.tail
+    begin = T.wide * before if late(T) else first
     stop = T.wide * before + (work.end - work.start + 15) // 16 * (work.steps > 0).to(gl.int32)
     row = work.start - 16 * T.wide * before
     S0 = first_state(states, segment, work, HV, 0, 64, T)
@@ -324,7 +366,6 @@ def scan_two_rows(ring, before, out, states, known_ptr, verdict, work, segment, 
             S0, S1 = advance_two(S0, S1, ring, n, T)
     o0 = gl.zeros([64, 16], out.tile.dtype, L16)
     o1 = o0
-    begin = first
     end = stop
     parts: gl.constexpr = 2 if parted(T) else 1
     for part in range(gl.minimum(work.tail, 0) + parts if parts > 1 else parts):  # a loop: code is dear

@@ -13,14 +13,24 @@ from __future__ import annotations
 from openkda.hopper.cluster import group_place, rank_of
 from openkda.hopper.compat import fence_async_shared, gl, gluon, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from openkda.hopper.entries import store_entry
-from openkda.hopper.scan import first_state, halves, last_state, live_values, start_solve, start_update, store_live_rows
-from openkda.hopper.tiles import group_layout, to_f32
+from openkda.hopper.scan import (
+    first_state,
+    halves,
+    last_state,
+    live_values,
+    load_values,
+    start_solve,
+    start_update,
+    store_live_rows,
+    update_state,
+)
+from openkda.hopper.tiles import first_row, group_layout, quiet, to_f32
 
 
 @gluon.jit
 def store_step(out, first, second, row, work, HV, T: gl.constexpr):
-    """Store 32 rows of o, [64, 16] of either block: by the copy engine where all belong to this segment, masked at its end"""
-    if row + 32 <= work.end:
+    """Store 32 rows of o, [64, 16] of either block: by the copy engine where the block writes all of them, else masked"""
+    if (row >= first_row(work)) & (row + 32 <= work.end) if quiet(T) else row + 32 <= work.end:
         tma.store_wait(0)
         out.tile.index(0).permute((1, 0)).store(first)
         out.tile.index(1).permute((1, 0)).store(second)
@@ -56,25 +66,74 @@ def solve_first(ring, s, XO, v, XO2):
 
 
 @gluon.jit
+def next_step(ring, n, rank, T: gl.constexpr):
+    """Where step n of the item lies, once it is ready"""
+    at, phase = group_place(n // 2, rank, T)
+    if (n % 2 == 0) | (at == T.groups - 1):
+        mbarrier.wait(ring.ready.index(at + n % 2), phase)
+    return 2 * at + n % 2
+
+
+@gluon.jit
+def skip_steps(ring, S, count, rank, T: gl.constexpr):
+    """S after `count` steps, without output: the same products with the rows of k alone, so the same bits"""
+    R: gl.constexpr = T.R
+    L: gl.constexpr = group_layout(T.K, gl.num_warps())
+    L16: gl.constexpr = group_layout(16, gl.num_warps())
+    D16: gl.constexpr = gl.DotOperandLayout(0, L16, 2)
+    dtype: gl.constexpr = ring.kq.dtype
+    zero = gl.zeros([R, 16], gl.float32, L16)
+    for n in range(count):
+        s = next_step(ring, n, rank, T)
+        SA = gl.convert_layout(S.to(dtype), D16)
+        X = warpgroup_mma(SA, ring.kq.index(2 * s).slice(0, 16, dim=0).permute((1, 0)), zero, use_acc=False, is_async=True)
+        Y = warpgroup_mma(SA, ring.kq.index(2 * s + 1).slice(0, 16, dim=0).permute((1, 0)), zero, use_acc=False, is_async=True)
+        v = load_values(ring, 2 * s, 0, R)
+        read = ring.read.index(2 * s).load(L16)
+        X = warpgroup_mma_wait(1, deps=(X,))
+        D = gl.convert_layout((to_f32(v) + X * read).to(dtype), D16)
+        Rt = warpgroup_mma(D, ring.tz.index(2 * s).slice(0, 16, dim=0).permute((1, 0)), zero, use_acc=False, is_async=True)
+        Y = warpgroup_mma(D, ring.cross.index(s).slice(0, 16, dim=0).permute((1, 0)), Y, is_async=True)
+        v = load_values(ring, 2 * s + 1, 0, R)
+        read = ring.read.index(2 * s + 1).load(L16)
+        Rt = warpgroup_mma_wait(1, deps=(Rt,))
+        S = update_state(S, Rt, ring, 2 * s)
+        Y = warpgroup_mma_wait(1, deps=(Y,))
+        D = gl.convert_layout((to_f32(v) + Y * read).to(dtype), D16)
+        Rt = warpgroup_mma(D, ring.tz.index(2 * s + 1).slice(0, 16, dim=0).permute((1, 0)), zero, use_acc=False, is_async=True)
+        decay = ring.decay.index(2 * s).load(L)
+        S = warpgroup_mma_wait(1, deps=(S,))
+        S = S * decay
+        Rt = warpgroup_mma_wait(0, deps=(Rt,))
+        S = update_state(S, Rt, ring, 2 * s + 1)
+        decay = ring.decay.index(2 * s + 1).load(L)
+        S = warpgroup_mma_wait(0, deps=(S,))
+        S = S * decay
+        mbarrier.arrive(ring.empty.index(s), count=1)
+    return S
+
+
+@gluon.jit
 def scan_steps(ring, out, states, work, HV, T: gl.constexpr):
     """An item. Outputs are stored a step late, under the next step's first products."""
     R: gl.constexpr = T.R
     L: gl.constexpr = group_layout(T.K, gl.num_warps())
     L16: gl.constexpr = group_layout(16, gl.num_warps())
     S = first_state(states, 0, work, HV, 0, R, T)
+    rank = rank_of(T)
+    first = 0
+    if quiet(T):
+        first = work.tail // 2
+        S = skip_steps(ring, S, first, rank, T)
     o = gl.zeros([R, 16], out.tile.dtype, L16)
     p = o
-    rank = rank_of(T)
     row = work.start
-    for n in range(work.steps):
-        at, phase = group_place(n // 2, rank, T)
-        s = 2 * at + n % 2
-        if (n % 2 == 0) | (at == T.groups - 1):
-            mbarrier.wait(ring.ready.index(at + n % 2), phase)
+    for n in range(first, work.steps):
+        s = next_step(ring, n, rank, T)
         X, Y = read_step(ring, s, S)
         store_entry(states, S, row + 32 * n, work, HV, 0, T)
         v = live_values(ring, 2 * s, work.end - (row + 32 * n), T)
-        if n > 0:
+        if n > first:
             store_step(out, o, p, row + 32 * (n - 1), work, HV, T)
         X = warpgroup_mma_wait(1, deps=(X,))
         RO, O, Y = solve_first(ring, s, X, v, Y)

@@ -22,20 +22,10 @@ import triton.language as tl
 from openkda.hopper.cluster import meet
 from openkda.hopper.compat import gdc_launch_dependents, gdc_wait, gl, gluon, mbarrier
 from openkda.hopper.tiles import Work, late, plain_shared
+from openkda.tables import bound_at, larger
 
 DROPPED = tl.constexpr(2.0**-34)  # a tail drops what lies before it where the largest |M| of the rows of M's halves sum to no more
 COLUMNS = tl.constexpr(8)  # of the segment table
-
-
-@triton.jit
-def larger(a, b):
-    return tl.maximum(a, b)
-
-
-@triton.jit
-def bound_at(cu_ptr, i, N, T):
-    """cu_seqlens[i] within [0, T]"""
-    return tl.minimum(tl.maximum(tl.load(cu_ptr + i, mask=i <= N, other=0), 0), T).to(tl.int32)
 
 
 @triton.jit

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from openkda.hopper.compat import gl, gluon, mma_v2
 from openkda.hopper.decay import gate_line, log2_decay
-from openkda.hopper.tiles import add, ex2, floor, last, outward, plain_shared, row_bases, shifted
+from openkda.hopper.tiles import add, ex2, floor, last, outward, plain_shared, row_bases, scaled_exp2, shifted
 
 
 @gluon.constexpr_function
@@ -38,9 +38,9 @@ def channels_of_step():
 
 
 @gluon.constexpr_function
-def rows_of_step():
-    """[2, 32, K] likewise"""
-    return gl.BlockedLayout([1, 32, 2], [1, 1, 32], [2, 1, 2], [2, 1, 0])
+def rows_of_step(rows):
+    """[2, rows, K] likewise"""
+    return gl.BlockedLayout([1, rows, 2], [1, 1, 32], [2, 1, 2], [2, 1, 0])
 
 
 @gluon.constexpr_function
@@ -76,7 +76,8 @@ def step_tiles(ring, at, consts, T: gl.constexpr):
         decay = decay._reinterpret(gl.float32, [2, 2 * K], plain_shared(2)).slice(0, K, dim=1)
         graw = g.slice(0, 16, dim=1).load(L)
         k = kq.slice(0, 16, dim=1).load(L)
-        q = kq.slice(16, 16, dim=1).load(L)
+        if T.outputs:
+            q = kq.slice(16, 16, dim=1).load(L)
         x = log2_decay(graw, consts, T)
         x = gl.where(i == 0, x + gl.expand_dims(start, 1), x)
         G = gl.associative_scan(x, 1, add)
@@ -85,26 +86,32 @@ def step_tiles(ring, at, consts, T: gl.constexpr):
         start = total - here
         whole = gl.where(c == 0, here, whole)
         decay.store(ex2(here))
-        kd, qd, columns = outward(k, q, G)
-        both = gl.join(kd, qd).permute((0, 3, 1, 2))
-        kq.reshape([2, 4, 16, K]).slice(0, 2, dim=1).store(both)
+        if T.outputs:
+            kd, qd, columns = outward(k, q, G)
+            both = gl.join(kd, qd).permute((0, 3, 1, 2))
+            kq.reshape([2, 4, 16, K]).slice(0, 2, dim=1).store(both)
+        else:
+            kq.slice(0, 16, dim=1).store(scaled_exp2(k, G))
+            columns = scaled_exp2(k, -G)
         ki.slice(0, 16, dim=1).store(columns)
     return ex2(whole)
 
 
 @gluon.jit
 def cross_scores(ring, at, up, T: gl.constexpr):
-    """Multiplies the rows of second blocks by `up` and returns their products with the columns of the first blocks, [2, 32, 16]"""
+    """Multiplies the rows of second blocks, of k and q or of k alone, by `up` and returns their products with the columns of the first
+    blocks, [2, rows, 16]"""
     K: gl.constexpr = T.K
-    L: gl.constexpr = rows_of_step()
+    count: gl.constexpr = 32 if T.outputs else 16
+    L: gl.constexpr = rows_of_step(count)
     mma: gl.constexpr = cross_layout()
     dtype: gl.constexpr = ring.kq.dtype
     bits: gl.constexpr = ring.g.dtype.primitive_bitwidth
-    rows = step_view(ring.kq, at, 0, 32, K, dtype, step_layout(32, K, 16), T).slice(32, 32, dim=1)
+    rows = step_view(ring.kq, at, 0, 32, K, dtype, step_layout(32, K, 16), T).slice(32, count, dim=1)
     columns = step_view(ring.ki, at, 0, bits, K, dtype, step_layout(bits, K, 16), T).permute((0, 2, 1)).slice(0, 16, dim=2)
     up = gl.expand_dims(gl.convert_layout(up, gl.SliceLayout(1, L), assert_trivial=True), 1)
-    rows.store(shifted(rows.load(L), (up + gl.zeros([2, 32, K], gl.float32, L)).to(dtype)))
-    acc = gl.zeros([2, 32, 16], gl.float32, mma)
+    rows.store(shifted(rows.load(L), (up + gl.zeros([2, count, K], gl.float32, L)).to(dtype)))
+    acc = gl.zeros([2, count, 16], gl.float32, mma)
     for c in gl.static_range(K // 32):
         x = rows.slice(32 * c, 32, dim=2).load(gl.DotOperandLayout(0, mma, 2))
         acc = mma_v2(x, columns.slice(32 * c, 32, dim=1).load(gl.DotOperandLayout(1, mma, 2)), acc)
@@ -119,9 +126,10 @@ def cross_blocks(ring, at, acc, T: gl.constexpr):
     tz = step_view(ring.tz, at, 0, 32, 16, dtype, step_layout(32, 16, 16, 32), T)
     T0 = tz.slice(0, 16, dim=1).load(gl.DotOperandLayout(1, mma, 2))
     x = gl.convert_layout(acc.to(dtype), gl.DotOperandLayout(0, mma, 2), assert_trivial=True)
-    found = mma_v2(x, T0, gl.zeros([2, 32, 16], gl.float32, mma)).to(dtype)
+    count: gl.constexpr = 32 if T.outputs else 16
+    found = mma_v2(x, T0, gl.zeros([2, count, 16], gl.float32, mma)).to(dtype)
     cross = ring.cross._reinterpret(dtype, [T.groups, 2, 32, 16], cross_shared()).index(at)
-    cross.store(found)
+    cross.slice(0, count, dim=1).store(found)
 
 
 @gluon.constexpr_function

@@ -207,7 +207,7 @@ class Work(NamedTuple):
     start: object  # first row
     end: object
     steps: object
-    tail: object  # how many of them come before the segment, to find its entry state
+    tail: object  # blocks of 16 tokens before what the block writes, for its entry state
     head: object
     qk_head: object
     row0: object  # first row of V
@@ -235,6 +235,30 @@ class Ring(NamedTuple):
     empty: object  # [blocks / 2] the scan is done with two blocks
 
 
+@gluon.constexpr_function
+def late(T):
+    """Whether the rows that a block writes may begin after those that it goes through"""
+    return T.split in ("whole", "rest", "lanes")
+
+
+@gluon.constexpr_function
+def quiet(T):
+    """Whether what comes before those rows goes through loops of its own, without q and outputs"""
+    return late(T) and T.R == 64
+
+
+@gluon.jit
+def first_row(work):
+    """The first row that the block writes"""
+    return work.start + 16 * work.tail
+
+
+@gluon.constexpr_function
+def state_only(T):
+    """Tiles of a preparation without q"""
+    return T.without_outputs()
+
+
 @gluon.jit
 def group_count(steps, T: gl.constexpr):
     """Groups that so many steps fill"""
@@ -243,12 +267,27 @@ def group_count(steps, T: gl.constexpr):
 
 
 @gluon.jit
-def own_groups(work, rank, T: gl.constexpr):
-    """How many of an item's groups the block prepares; in a cluster, the one of that rank"""
+def share(groups, rank, T: gl.constexpr):
+    """How many of so many groups the block prepares; in a cluster, the one of that rank"""
     if T.cluster:
-        return (group_count(work.steps, T) + 1 - rank) // 2
+        return (groups + 1 - rank) // 2
     else:
-        return group_count(work.steps, T)
+        return groups
+
+
+@gluon.jit
+def own_groups(work, rank, T: gl.constexpr):
+    """How many of an item's groups the block prepares"""
+    return share(group_count(work.steps, T), rank, T)
+
+
+@gluon.jit
+def quiet_groups(work, T: gl.constexpr):
+    """How many of an item's first groups hold no row that the block writes"""
+    if quiet(T):
+        return work.tail // T.wide
+    else:
+        return 0
 
 
 @gluon.jit
