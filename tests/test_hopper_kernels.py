@@ -173,6 +173,14 @@ def test_kept_kernels_hold_for_all_sources_and_every_state_of_the_compiler(monke
     assert kept.find("launch") is None
 
 
+def test_a_user_without_a_home_has_a_place_too(monkeypatch):
+    """A container may run under a number that no user has; Triton's cache lies in a folder called ~ then."""
+    monkeypatch.setattr(kept.os.path, "expanduser", lambda path: path)
+    for name in ("TRITON_CACHE_DIR", "TRITON_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    assert kept.place.__wrapped__().parent == Path("~/.triton/cache")
+
+
 def test_variables_of_the_compiler_count(monkeypatch):
     """All of those that Triton lists where they are set"""
     from triton._C import libtriton

@@ -46,7 +46,7 @@ def place() -> Path:
     here = Path(__file__).parent
     for source in sorted([*here.glob("*.py"), *here.parent.glob("portable/*.py"), *here.parent.glob("tables.py")]):
         found.update(source.read_bytes())
-    home = os.environ.get("TRITON_HOME") or Path.home()
+    home = os.environ.get("TRITON_HOME") or os.path.expanduser("~")  # as it stands for a user without a home, where Path.home() raises
     return Path(os.environ.get("TRITON_CACHE_DIR") or Path(home, ".triton", "cache")) / f"openkda-{found.hexdigest()[:32]}"
 
 
