@@ -175,7 +175,7 @@ def test_lanes_are_rows_of_one_launch(problem):
     p = p.replace(N=2, H=8, HV=8, varlen=True)
     found = choose(p, (2000, 48))
     table, *rest = launch.launches(p, found, None, (torch.float32, torch.float32, torch.int64))[0]
-    assert dict(zip(table.kernel.arg_names, table.args, strict=False))["lanes"] == len(found.lanes) > 1
+    assert dict(zip(table.function().arg_names, table.args, strict=False))["lanes"] == len(found.lanes) > 1
     assert max(one.grid[0] for one in rest) >= len(found.lanes) * 8
 
 
