@@ -2,6 +2,7 @@
 
 import ctypes
 import importlib
+import json
 import pkgutil
 import re
 import struct
@@ -136,7 +137,8 @@ def test_kernels_compiled_before_are_found_by_what_a_launch_depends_on(monkeypat
     kept.keep("launch", KERNEL)
     kept.keep("another", KERNEL._replace(cubin=b"other"))
     assert kept.find("launch")[:2] == (b"binary", "text") and kept.find("another").cubin == b"other" and kept.find("third") is None
-    assert kept.find("launch").metadata == dict(shared=3, launch="launch")  # the file says whose it is
+    assert kept.find("launch") == KERNEL and json.loads(kept.path("launch", "json").read_text())["launch"] == "launch"  # says whose it is
+    assert len(list(kept.place().iterdir())) == 6  # nothing half-written is left
     monkeypatch.setenv("TRITON_ALWAYS_COMPILE", "1")
     assert kept.find("launch") is None
     monkeypatch.setenv("TRITON_ALWAYS_COMPILE", "0")
@@ -162,7 +164,7 @@ def test_kept_kernels_hold_for_all_sources_and_every_state_of_the_compiler(monke
         with monkeypatch.context() as other:
             other.setenv(name, "1")  # yet another kernel
             assert kept.find("launch") is None
-    for kind, data in (("json", '{"launch": '), ("ptx", None)):  # damaged, lost
+    for kind, data in (("json", '{"launch": '), ("cubin", "bina"), ("ptx", None)):  # damaged, cut short, lost
         file = kept.path("launch", kind)
         file.write_text(data) if data else file.unlink()
         assert kept.find("launch") is None

@@ -17,6 +17,7 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
+from uuid import uuid4
 
 # Triton's and LLVM's variables: those that change what is compiled are among them (`get_cache_invalidating_env_vars` in Triton).
 VARIABLES = ("TRITON_", "MLIR_", "LLVM_", "AMDGCN_", "NVPTX_", "PTXAS_", "DISABLE_", "ENABLE_", "ALLOW_", "USE_")
@@ -55,23 +56,31 @@ def path(launch: str, kind: str) -> Path:
     return place() / f"{hashlib.sha256(launch.encode()).hexdigest()[:32]}.{kind}"
 
 
+def digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
 def find(launch: str) -> Compiled | None:
-    """The kernel that was compiled for a launch, None where there is none or it cannot be read"""
+    """The kernel that was compiled for a launch, None where there is none or its files are damaged"""
     if os.environ.get("TRITON_ALWAYS_COMPILE", "0").lower() in ("1", "true", "on", "yes", "y"):
         return None
     try:
         metadata = json.loads(path(launch, "json").read_text())
-        return Compiled(path(launch, "cubin").read_bytes(), path(launch, "ptx").read_text(), metadata)
+        cubin, ptx = path(launch, "cubin").read_bytes(), path(launch, "ptx").read_text()
     except (OSError, ValueError):
         return None
+    return Compiled(cubin, ptx, metadata["kernel"]) if metadata["cubin"] == digest(cubin) else None
 
 
 def keep(launch: str, kernel: Compiled) -> None:
     """Keep a launch's kernel, where that is possible: no file is ever seen half-written, and of two processes the last one's counts."""
-    pieces = {"cubin": kernel.cubin, "ptx": kernel.ptx.encode(), "json": json.dumps(kernel.metadata | dict(launch=launch)).encode()}
+    metadata = dict(launch=launch, cubin=digest(kernel.cubin), kernel=kernel.metadata)
     with suppress(OSError):
         place().mkdir(parents=True, exist_ok=True)
-        for kind, data in pieces.items():
-            aside = path(launch, f"{kind}.{os.getpid()}")
-            aside.write_bytes(data)
-            aside.replace(path(launch, kind))
+        for kind, data in (("cubin", kernel.cubin), ("ptx", kernel.ptx.encode()), ("json", json.dumps(metadata).encode())):
+            aside = path(launch, f"{kind}.{uuid4().hex}")
+            try:
+                aside.write_bytes(data)
+                aside.replace(path(launch, kind))
+            finally:
+                aside.unlink(missing_ok=True)  # still there where the disk is full
