@@ -1,5 +1,7 @@
 """The Hopper backend's gradient kernels against fp64 autograd of the recurrence: plain Triton, so the interpreter runs them too."""
 
+from functools import partial
+
 import gradients_case
 import pytest
 import torch
@@ -95,6 +97,23 @@ def test_gate_parameters_in_half_precision(device, bounded):
     case = small("random", device, T=36, H=8, bounded=bounded)
     case.args.update(A_log=case.args["A_log"].half(), dt_bias=case.args["dt_bias"].bfloat16())
     check(case, parameters=True)
+
+
+@pytest.mark.parametrize("bounded", [True, False])
+@pytest.mark.parametrize("strength", [1.0, 1.9, 2.0])
+def test_near_equal_keys(device, strength, bounded):
+    """Keys that nearly repeat, written at full strength and beyond: (I + L)^-1 is made of alternating numbers, which a rounded L moves by a
+    tenth. The twin's chunks are the kernels' 32: where every token is a reflection, each rounding of a state at a chunk's end counts."""
+    case = small("zero", device, T=64, H=4, bounded=bounded, raw=False, qk_l2norm=False, gate_dtype=torch.float32)
+    gen = torch.Generator().manual_seed(0)
+    k = torch.randn(64, generator=gen) + 0.05 * torch.randn(1, 64, 4, 64, generator=gen)
+    case.args["k"] = (k / k.norm(dim=-1, keepdim=True)).to(case.args["k"])
+    case.args["beta"] = torch.full_like(case.args["beta"], strength)
+    case.args["g"] = torch.full_like(case.args["g"], -0.05)
+    found = run(case)
+    expected, twin = reference_gradients(case, oracle, torch.float64), reference_gradients(case, partial(rounded_chunk, chunk=32))
+    for name, gradient in found.items():
+        assert_close(f"d{name}", gradient, expected[name], twin[name])
 
 
 def test_a_gate_that_turns_fast(device):

@@ -3,7 +3,9 @@
     S = (qx; kx) ky^T      Aqk = scale tril(S_q)      A = -beta tril(S_k, -1)      X = (I - A)^-1      T = X Diag(beta)
     w = -2^-shift T kx     kg = 2^(G_C + shift) ky    qg = scale 2^-shift qx       decay = 2^G_C
 
-X from its blocks of 16: X = (X_1, 0; X_2 A_21 X_1, X_2), X_1 and X_2 by doubling (blocks.py).
+X from its blocks of 16: X = (X_1, 0; X_2 A_21 X_1, X_2), X_1 and X_2 by doubling (blocks.py), all with bf16 operands; then a step of
+Newton's, X <- X + X (I - (I - A) X), with A in two parts: keys that nearly repeat make an inverse of alternating numbers, which a rounded A
+alone moves by a tenth.
 
 Grid (chunk times head,), heads first; 4 warps, four blocks a multiprocessor. Tiles stand transposed in registers, channels by tokens, as in
 backward_fused.py: 32 channels a warp, sums over tokens inside four threads, all tiles moved by the copy engine and the matrix loads.
@@ -42,7 +44,7 @@ from openkda.hopper.blocks import both_operands, invert, places
 from openkda.hopper.compat import fence_async_shared, gl, gluon, mbarrier, mma_v2, tma, warpgroup_mma, warpgroup_mma_wait
 from openkda.hopper.launch import dense, packed_rows
 from openkda.hopper.runtime import Launch, Pointer, full_name, start
-from openkda.hopper.tiles import block_layout, ex2, group_layout, plain_shared, rsqrt, stack_layout, tile_layout
+from openkda.hopper.tiles import block_layout, ex2, group_layout, plain_shared, rsqrt, tile_layout
 from openkda.plan import Plan
 from openkda.portable.tile import as_rows
 from openkda.problem import Inputs, Problem
@@ -73,9 +75,11 @@ class Buffers(NamedTuple):
     ky: object  # [32, K], then w
     kg: object  # [32, K]
     pairs: object  # [64, 32] Aqk, A
-    blocks: object  # [4, 16, 16] A's quarters, in their bytes: block 2 c + r has rows 16 r and columns 16 c
-    X: object  # [4, 16, 16] likewise, in the bytes of ky
-    high: object  # [32, 32] what w is multiplied with, in the bytes of qx: rounded,
+    A: object  # [32, 32], in their bytes
+    X: object  # [32, 32] the first inverse, in the bytes of ky
+    error: object  # [32, 32] I - (I - A) X, behind it
+    rest: object  # [64, 32] what the rounding of pairs took, in the bytes of qx
+    high: object  # [32, 32] then what w is multiplied with: rounded,
     low: object  # and what the rounding took
     norms: object  # [4, 16] fp32: of the rows of qk
     inputs: object  # barrier: q, k, g have landed
@@ -108,13 +112,14 @@ def make_buffers(src, F: gl.constexpr):
     kg = gl.allocate_shared_memory(dtype, [32, K], tile_layout(16))
     both = gl.allocate_shared_memory(dtype, [2, 32, 32], tile_layout(16, 64))
     parts = qk._reinterpret(dtype, [K // 16, 32, 32], tile_layout(16, 64))
-    X = ky._reinterpret(dtype, [K // 32, 4, 16, 16], stack_layout(4, 16, 16, 16, 32)).index(0)
+    squares = ky._reinterpret(dtype, [K // 32, 32, 32], tile_layout(16, 64))
     norms = gl.allocate_shared_memory(gl.float32, [4, 16], plain_shared(2))
     inputs = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(inputs, count=1)
     pairs = both._reinterpret(dtype, [64, 32], tile_layout(16, 64))
-    blocks = both.index(1)._reinterpret(dtype, [4, 16, 16], quarters())
-    return Buffers(qk, g, qg, ky, kg, pairs, blocks, X, parts.index(0), parts.index(1), norms, inputs)
+    A = both.index(1)
+    rest = qk._reinterpret(dtype, [K // 32, 64, 32], tile_layout(16, 64)).index(0)
+    return Buffers(qk, g, qg, ky, kg, pairs, A, squares.index(0), squares.index(1), rest, parts.index(0), parts.index(1), norms, inputs)
 
 
 @gluon.jit
@@ -142,19 +147,42 @@ def row_norms(buf, length, F: gl.constexpr):
 
 
 @gluon.jit
-def inverse_blocks(buf):
-    """The quarters of (I - A)^-1 [4, 16, 16] in fp32 from A's in buf.blocks"""
+def first_inverse(buf):
+    """(I - A)^-1 into buf.X from buf.A, all operands rounded"""
     mma: gl.constexpr = block_layout(gl.num_warps())
     left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     right: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
-    X, _ = invert(buf.blocks.load(mma).to(gl.float32), buf.X.dtype)
-    buf.X.store(to_bf16(X))
+    A = buf.A._reinterpret(buf.A.dtype, [4, 16, 16], quarters())
+    tiles = buf.X._reinterpret(buf.X.dtype, [4, 16, 16], quarters())
+    X, _ = invert(A.load(mma).to(gl.float32), buf.X.dtype)
+    tiles.store(to_bf16(X))
     zero = gl.zeros([1, 16, 16], gl.float32, mma)
-    A_21 = buf.blocks.slice(1, 1, dim=0).load(right)  # every warp computes X_2 A_21 X_1
-    Y = mma_v2(buf.X.slice(3, 1, dim=0).load(left), A_21, zero)
-    below = mma_v2(gl.convert_layout(to_bf16(Y), left), buf.X.slice(0, 1, dim=0).load(right), zero)
+    A_21 = A.slice(1, 1, dim=0).load(right)  # every warp computes X_2 A_21 X_1
+    Y = mma_v2(tiles.slice(3, 1, dim=0).load(left), A_21, zero)
+    below = mma_v2(gl.convert_layout(to_bf16(Y), left), tiles.slice(0, 1, dim=0).load(right), zero)
     b = gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(2, mma)))[:, None, None]
-    return gl.where(b == 1, below, gl.where(b == 2, 0.0, X))
+    tiles.store(to_bf16(gl.where(b == 1, below, gl.where(b == 2, 0.0, X))))
+
+
+@gluon.constexpr_function
+def square_layout():
+    """[32, 32] accumulators, a quarter a warp"""
+    return gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[2, 2], instr_shape=[16, 8])
+
+
+@gluon.jit
+def inverse_of(buf, rows, columns):
+    """(I - A)^-1 [32, 32] in fp32 from A, rounded in buf.A and the rest in buf.low; rows, columns: its places"""
+    L: gl.constexpr = square_layout()
+    left: gl.constexpr = gl.DotOperandLayout(0, L, 2)
+    right: gl.constexpr = gl.DotOperandLayout(1, L, 2)
+    first_inverse(buf)
+    X = widen(buf.X.load(L))
+    column = buf.X.load(right)
+    error = mma_v2(buf.low.load(left), column, gl.where(rows == columns, 1.0, 0.0) - X)
+    error = mma_v2(buf.A.load(left), column, error)
+    buf.error.store(to_bf16(error))
+    return mma_v2(buf.X.load(left), buf.error.load(right), X)
 
 
 @gluon.jit
@@ -214,11 +242,11 @@ def decayed_tiles(buf, up, nq, nk, scale, shift, length, F: gl.constexpr, L: gl.
 
 @gluon.jit
 def times_keys(buf, T, F: gl.constexpr, L: gl.constexpr):
-    """kx^T T^T [K, 32] of T's quarters [4, 16, 16], fp32 in two parts; all other use of qx is over"""
+    """kx^T T^T [K, 32] of T [32, 32], fp32 in two parts; all other use of qx is over"""
     K: gl.constexpr = F.K
     high = to_bf16(T)
-    buf.high._reinterpret(high.dtype, [4, 16, 16], quarters()).store(high)
-    buf.low._reinterpret(high.dtype, [4, 16, 16], quarters()).store(to_bf16(T - widen(high)))
+    buf.high.store(high)
+    buf.low.store(to_bf16(T - widen(high)))
     fence_async_shared()
     gl.thread_barrier()
     k = buf.qk.slice(32, 32, dim=0).permute((1, 0))
@@ -238,7 +266,7 @@ def prepare_operands_kernel(
 ):  # fmt: skip
     K: gl.constexpr = F.K
     L: gl.constexpr = group_layout(32, num_warps)
-    mma: gl.constexpr = block_layout(gl.num_warps())
+    square: gl.constexpr = square_layout()
     maps = Maps(q_desc, k_desc, g_desc, w_desc, kg_desc, qg_desc, Aqk_desc)
     buf = make_buffers(maps, F)
     entry = gl.program_id(0)
@@ -256,9 +284,8 @@ def prepare_operands_kernel(
         beta_ptr += first.to(gl.int64) * beta_row + head
         row = gl.arange(0, 64, layout=gl.SliceLayout(1, L))
         beta_rows = activated_beta(beta_ptr, row % 32, beta_row, (row >= 32) & (row % 32 < length), F)
-        b = gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(2, mma)))[:, None, None]
-        i, j = places()
-        column = b // 2 * 16 + j
+        i = gl.arange(0, 32, layout=gl.SliceLayout(1, square))[:, None]
+        column = gl.arange(0, 32, layout=gl.SliceLayout(0, square))[None, :]
         beta_columns = activated_beta(beta_ptr, column, beta_row, column < length, F)
         norms_ptr += entry.to(gl.int64) * 64
 
@@ -312,20 +339,21 @@ def prepare_operands_kernel(
             row_factor = gl.where(row % 32 < length, row_factor / flat.load(gl.SliceLayout(1, L)), 0.0)
             S *= gl.where(token < length, 1.0 / nk, 0.0)[None, :]
         S = gl.where(token[None, :] < (row % 32 + 1 - lower.to(gl.int32))[:, None], S * row_factor[:, None], 0.0)
-        buf.pairs.store(to_bf16(S))
+        rounded = to_bf16(S)
+        buf.pairs.store(rounded)
         fence_async_shared()
         gl.thread_barrier()
+        buf.rest.store(to_bf16(S - widen(rounded)))
         if F.levels:
             at = Aqk_ptr + entry.to(gl.int64) * 1024 + row[:, None] * 32 + token[None, :]
             gl.store(at, to_bf16(S), mask=((row >= cut) & (row < 32))[:, None])
         else:
             tma.async_copy_shared_to_global(maps.Aqk, [entry * 32, 0], buf.pairs.slice(0, 32, dim=0))
 
-        X = inverse_blocks(buf)
-        T = X * beta_columns
+        T = inverse_of(buf, i, column) * beta_columns
         high = to_bf16(T)
-        at = T_ptr + entry.to(gl.int64) * 2048 + (b % 2 * 16 + i) * 32 + column
-        mask = b % 2 * 16 + i >= cut
+        at = T_ptr + entry.to(gl.int64) * 2048 + i * 32 + column
+        mask = (i >= cut) & (column >= 0)
         gl.store(at, high, mask=mask)
         gl.store(at + 1024, to_bf16(T - widen(high)), mask=mask)
         half = -ex2(-0.5 * shift)  # of the factor 2^-shift; not all of it, so that a small beta stays a normal number
