@@ -199,8 +199,9 @@ def hopper_stages(p: Problem) -> list[Stage]:
     state = (given["initial_state"],) if p.has_initial_state else ()
     gate = tuple(given[name] for name in ("g", "A_log", "dt_bias") if name in given)
     blocks = -(-p.V // config.forward.R)
+    lanes = f" x {len(config.lanes)} lanes" * (len(config.lanes) > 1)
     if not config.steps:
-        over = f"{p.N} sequences x {p.HV} heads x {blocks}"
+        over = f"{p.N} sequences{lanes} x {p.HV} heads x {blocks}"
         return [Stage("forward", HOPPER_WORK, over, tuple(given.values()), outputs(p))]
     tokens = STEP * config.steps
     NS = p.N + p.T // tokens if p.varlen else p.B * -(-p.T // tokens)
@@ -210,7 +211,7 @@ def hopper_stages(p: Problem) -> list[Stage]:
     entry = Item("entry", (cut, p.HV, p.V, p.K), torch.float32)
     read = (given["k"], given["v"], *gate, given["beta"], *state)
     tail = f"{BLOCK * config.tail} tokens before a segment"
-    unsplit = f"{p.N} sequences x {p.HV} heads x {p.V // (config.whole or config.forward).R}"
+    unsplit = f"{p.N} sequences{lanes} x {p.HV} heads x {p.V // (config.whole or config.forward).R}"
     whole = Stage("whole", f"{HOPPER_WORK}, of heads whose tails do not suffice", unsplit, (*given.values(), known), outputs(p))
     if config.forward.split == "tails":
         what = f"{HOPPER_WORK}, of segments that find their entry state in the {tail}"
