@@ -19,14 +19,15 @@ BATCHES = {
 }
 
 
-def expected(lengths, target, rows, lanes=(0,)):
+def expected(lengths, target, rows, lanes=(0,), later=False):
     """(segments, whole) as Python lists, the longest sequences first; a sequence's lanes one after another, without rows -1"""
     segments, whole = [], []
     for n, length in sorted(enumerate(lengths), key=lambda pair: -pair[1]):
         steps = -(-length // STEP)
         count = max(1, -(-steps // target))
         lo, before = sum(lengths[:n]), len(segments)
-        cut = [min(lo + STEP * -(-i * steps // count), lo + length) for i in range(count + 1)]
+        shift = 16 * (later and (length - 1) % STEP >= 16)
+        cut = [min(lo + STEP * -(-i * steps // count) + shift * (i > 0), lo + length) for i in range(count + 1)]
         segments += [[n, a, b, lo, lo + length, before, count] for a, b in pairwise(cut)]
         ends = [lo + 2 * STEP * (-(-length // (2 * STEP)) * part // 1024) for part in lanes] + [lo + length]
         whole += [[n if a < b else -1, a, b, lo, lo + length, before, count] for a, b in pairwise(ends)]
@@ -34,14 +35,14 @@ def expected(lengths, target, rows, lanes=(0,)):
     return segments + [[-1, 0, 0, 0, 0, 0, 1]] * (rows - len(segments)), whole
 
 
-def table(cu, T, target, device, lanes=(0,)):
+def table(cu, T, target, device, lanes=(0,), later=False):
     N = len(cu) - 1
     NS = N + T // (STEP * target)
     segments, whole = (torch.full((rows, TABLE), -7, dtype=torch.int32, device=device) for rows in (NS, len(lanes) * N))
     cu = torch.tensor(cu, device=device, dtype=torch.int64)
     chunks = torch.full((N,), -7, dtype=torch.int32, device=device)
     table_kernel[(-(-N // TABLE_ROWS),)](
-        cu, segments, whole, chunks, N, T, target, NS, len(lanes), packed(lanes), TABLE_ROWS, 64, num_warps=4
+        cu, segments, whole, chunks, N, T, target, NS, int(later), len(lanes), packed(lanes), TABLE_ROWS, 64, num_warps=4
     )  # fmt: skip
     assert not segments[:, 7].any() and not whole[:, 7].any()  # tickets
     counts = [-(-max(b - a, 0) // 64) for a, b in pairwise(accumulate((min(max(x, 0), T) for x in cu.tolist()), max))]
@@ -54,16 +55,18 @@ def table(cu, T, target, device, lanes=(0,)):
 def test_table(lengths, target, device):
     T = sum(lengths) + (31 if lengths == (64, 65) else 0)
     cu = [sum(lengths[:n]) for n in range(len(lengths) + 1)]
-    for lanes in ((0,), (0, 759), (0, 1, 512, 1023)):
-        found = table(cu, T, target, device, lanes)
-        assert found == expected(lengths, target, len(found[0]), lanes)
+    for lanes, later in (((0,), False), ((0,), True), ((0, 759), True), ((0, 1, 512, 1023), False)):
+        found = table(cu, T, target, device, lanes, later)
+        assert found == expected(lengths, target, len(found[0]), lanes, later)
+        assert all(a < b for n, a, b, lo, hi, *_ in found[0] if n >= 0 and lo < hi)  # no segment without rows
 
 
 @pytest.mark.parametrize("T", [1, 64, 65, 1000])
 @pytest.mark.parametrize("lanes", [(0,), (0, 759), (0, 676, 912, 995)])
-def test_a_fixed_batch_has_the_table_of_a_ragged_one(T, lanes):
-    segments, whole = expected((T, T), 3, 0, lanes)
-    assert [row[:7] for row in fixed_tables(2, T, 3, lanes)] == segments + whole
+@pytest.mark.parametrize("later", [False, True])
+def test_a_fixed_batch_has_the_table_of_a_ragged_one(T, lanes, later):
+    segments, whole = expected((T, T), 3, 0, lanes, later)
+    assert [row[:7] for row in fixed_tables(2, T, 3, lanes, later)] == segments + whole
 
 
 def test_a_bad_table_stays_inside(device):

@@ -61,7 +61,7 @@ def segment_table(problem: Problem, inputs: Inputs, steps: int) -> Table:
     segments, whole = (torch.empty(rows, TABLE, dtype=torch.int32, device=device) for rows in (NS, p.N))
     if p.N:
         grid = (-(-p.N // TABLE_ROWS), 1, 1)
-        launch(table_kernel, grid, (dense(inputs.cu_seqlens), segments, whole, None), (p.N, p.T, target, NS, 1, 0), (TABLE_ROWS, 0))
+        launch(table_kernel, grid, (dense(inputs.cu_seqlens), segments, whole, None), (p.N, p.T, target, NS, 0, 1, 0), (TABLE_ROWS, 0))
     return Table(segments, whole, min(NS, 2 * fits), min(p.N, fits))
 
 

@@ -62,6 +62,11 @@ class Config:
     reason: str = ""
     lanes: tuple[int, ...] = (0,)  # where the lanes of what runs unsplit begin, in 1024 parts of a sequence; up to four
 
+    @property
+    def later(self) -> bool:
+        """Whether sequences are cut a block of 16 tokens later: a first segment has no tail of its own, a last one a final state to write."""
+        return self.forward.split == "tails"
+
 
 # What a block looks like: rows of V, preparation partitions and their registers, warps of the scan, groups in the ring.
 FULL = dict(R=128, preps=2, prep_regs=120, scan_warps=4, groups=3)  # most work per block: enough heads to fill the chip

@@ -43,17 +43,20 @@ def dense(x: torch.Tensor) -> torch.Tensor:
     return x if x.is_contiguous() and x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format)
 
 
-def fixed_rows(B: int, T: int, target: int) -> list[list[int]]:
-    """Segment table of B sequences of T tokens, at most `target` steps a segment, as Python integers (see segments.py)."""
+def fixed_rows(B: int, T: int, target: int, later: bool = False) -> list[list[int]]:
+    """Segment table of B sequences of T tokens, at most `target` steps a segment, as Python integers (see segments.py). later: every cut a
+    block of 16 later, where the last step has more than one."""
     steps = -(-T // STEP)
     count = max(1, -(-steps // target))
-    cut = lambda b, i: min(b * T + STEP * -(-i * steps // count), (b + 1) * T)  # the last, which writes final_state, is a short one
+    shift = BLOCK * (later and (T - 1) % STEP >= BLOCK)
+    # Rounded up: the last, which writes final_state, is a short one.
+    cut = lambda b, i: min(b * T + STEP * -(-i * steps // count) + shift * (0 < i < count), (b + 1) * T)
     return [[b, cut(b, i), cut(b, i + 1), b * T, (b + 1) * T, b * count, count, 0] for b in range(B) for i in range(count)]
 
 
-def fixed_tables(B: int, T: int, target: int, lanes: tuple[int, ...] = (0,)) -> list[list[int]]:
+def fixed_tables(B: int, T: int, target: int, lanes: tuple[int, ...] = (0,), later: bool = False) -> list[list[int]]:
     """`segments` [NS, 8] and below it `whole` [B, lanes, 8] of a fixed batch"""
-    split = fixed_rows(B, T, target)
+    split = fixed_rows(B, T, target, later)
     count, groups = len(split) // B, -(-T // (2 * STEP))
     cuts = [2 * STEP * (groups * x // 1024) for x in lanes] + [T]
     return split + [
@@ -105,7 +108,7 @@ def launches(problem: Problem, config: Config, strides: Strides, kinds: Kinds) -
     split, whole, numbers = (Pointer(place[0], torch.int32, place[1] + 4 * TABLE * rows) for rows in (0, NS, NS + lanes * p.N))
     numbers = numbers if asked else None  # of the sequences' first chunks
     if p.varlen:
-        args = (Pointer(CU, kinds[2]), split, whole, numbers, p.N, p.T, target, NS, lanes, packed(config.lanes))
+        args = (Pointer(CU, kinds[2]), split, whole, numbers, p.N, p.T, target, NS, int(config.later), lanes, packed(config.lanes))
         found.append(Launch(TABLE_OF, (-(-p.N // TABLE_ROWS), 1, 1), args, (TABLE_ROWS, config.forward.chunk), 4))
 
     matrix = lambda operand, rows, columns: Matrix(
@@ -179,7 +182,7 @@ def plan(problem: Problem, config: Config, strides: Strides, kinds: Kinds, devic
     found, size = launches(p, config, strides, kinds)
     tables = None
     if not p.varlen:
-        rows = fixed_tables(p.B, p.T, config.steps or p.T, config.lanes)
+        rows = fixed_tables(p.B, p.T, config.steps or p.T, config.lanes, config.later)
         tables = torch.tensor([*chain(*rows), *(b * chunks(p, None) for b in range(p.B))], dtype=torch.int32).to(device)
     final, work = (
         torch.empty(1, dtype=dtype, device=device).expand(shape) if there else None

@@ -34,13 +34,13 @@ def lane_at(first, steps, part):
     return first + 64 * ((steps + 1) // 2 * part // 1024)
 
 
-@triton.jit(do_not_specialize=["N", "T", "target", "NS", "lanes", "cuts"])
+@triton.jit(do_not_specialize=["N", "T", "target", "NS", "later", "lanes", "cuts"])
 def table_kernel(
-    cu_ptr, segments_ptr, whole_ptr, chunks_ptr, N, T, target, NS, lanes, cuts, BS: tl.constexpr, CHUNK: tl.constexpr
+    cu_ptr, segments_ptr, whole_ptr, chunks_ptr, N, T, target, NS, later, lanes, cuts, BS: tl.constexpr, CHUNK: tl.constexpr
 ):  # fmt: skip
-    """Segment tables of a ragged batch: `segments` [NS, 8] with at most `target` steps a segment, `whole` [N, lanes, 8] the lanes of each
-    sequence, up to four; `cuts` holds where the second and later ones begin, 10 bits each. Both hold the sequences by falling length, so
-    those that are cut come first and the last blocks to start are short. `chunks` [N] int32,
+    """Segment tables of a ragged batch: `segments` [NS, 8] with at most `target` steps a segment, cut a block of 16 later where `later` is 1;
+    `whole` [N, lanes, 8] the lanes of each sequence, up to four; `cuts` holds where the second and later ones begin, 10 bits each. Both
+    hold the sequences by falling length, so those that are cut come first and the last blocks to start are short. `chunks` [N] int32,
     unless None: the number of each sequence's first chunk of CHUNK tokens.
 
     cu_ptr [N + 1] int32 or int64. Grid (ceil(N / BS),): a program writes the rows of BS sequences and holds them against all others, BS at
@@ -80,9 +80,10 @@ def table_kernel(
         some = (begin < end) | (i == lanes - 1)  # a lane of no rows is not used; a sequence of none is its last lane's
         _store_row(whole_ptr, lanes * rank + i, n < N, tl.where(some, n, -1), begin, end, first, stop, before, count)
         begin = end
-    for i in range(tl.max(tl.where(n < N, count, 0), 0)):
-        begin = first + 32 * ((i * steps + count - 1) // count)  # rounded up: the last, which writes final_state, is a short one
-        end = tl.minimum(first + 32 * (((i + 1) * steps + count - 1) // count), stop)
+    shift = tl.where((stop - first - 1) % 32 >= 16, 16 * later, 0)  # where the last step has more than a block
+    for i in range(tl.max(tl.where(n < N, count, 0), 0)):  # rounded up: the last, which writes final_state, is a short one
+        begin = first + 32 * ((i * steps + count - 1) // count) + tl.where(i > 0, shift, 0)
+        end = tl.minimum(first + 32 * (((i + 1) * steps + count - 1) // count) + shift, stop)
         _store_row(segments_ptr, before + i, (n < N) & (i < count), n, begin, end, first, stop, before, count)
     if tl.program_id(0) == 0:
         none = tl.zeros([BS], tl.int32)
