@@ -145,6 +145,24 @@ def test_blocks_that_share_a_head_form_clusters(problem):
     assert one.cluster and one.grid == (4, 2, 1)
 
 
+@pytest.mark.parametrize("change", [dict(), dict(dtype=torch.float16)], ids=["steps", "levels"])
+def test_what_blocks_of_a_cluster_copy(problem, change):
+    """Each byte once; where the state alone is asked, half of the tiles that have rows of q beside rows of k, and no scales of outputs."""
+    tiles = base_tiles(problem.replace(**change), config.HALF)
+    found = []
+    for t in (tiles, tiles.without_outputs()):
+        pieces = iter(cluster.pieces(t))
+        places = [(where + n, stride) for where, size, stride in zip(pieces, pieces, pieces, strict=True) for n in range(size)]
+        assert len(set(places)) == len(places) == cluster.copied_bytes(t)
+        found.append(set(places))
+    assert found[1] < found[0]
+    left = found[0] - found[1]
+    where = cluster.addresses(tiles)
+    sizes = dict(kq=64 * 128, tz=1024, write=128) | (dict(cross=512) if tiles.form == "steps" else {})
+    assert len(left) == sum(sizes.values())
+    assert all(where["kq"] + 2048 <= at or at >= where["tz"] for at, _ in left)  # the first rows of k are among what is copied
+
+
 @pytest.mark.parametrize("quiet", [0.5, 0.65, 0.9])
 @pytest.mark.parametrize("lanes", [1, 2, 3, 4])
 def test_lanes_end_together(lanes, quiet):
