@@ -64,7 +64,7 @@ class Config:
 
     @property
     def later(self) -> bool:
-        """Whether sequences are cut a block of 16 tokens later: a first segment has no tail of its own, a last one a final state to write."""
+        """Whether sequences are cut a block of 16 later: a first segment has no tail of its own, a last one a final state to write."""
         return self.forward.split == "tails"
 
 

@@ -38,7 +38,7 @@ def lane_at(first, steps, part):
 def table_kernel(
     cu_ptr, segments_ptr, whole_ptr, chunks_ptr, N, T, target, NS, later, lanes, cuts, BS: tl.constexpr, CHUNK: tl.constexpr
 ):  # fmt: skip
-    """Segment tables of a ragged batch: `segments` [NS, 8] with at most `target` steps a segment, cut a block of 16 later where `later` is 1;
+    """Segment tables of a ragged batch: `segments` [NS, 8] with at most `target` steps a segment, cut a block of 16 later if `later` is 1;
     `whole` [N, lanes, 8] the lanes of each sequence, up to four; `cuts` holds where the second and later ones begin, 10 bits each. Both
     hold the sequences by falling length, so those that are cut come first and the last blocks to start are short. `chunks` [N] int32,
     unless None: the number of each sequence's first chunk of CHUNK tokens.
