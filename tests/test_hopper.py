@@ -57,6 +57,21 @@ def test_blocks_in_clusters(form, kw):
         assert all(torch.equal(x, y) for x, y in zip(found, alone, strict=True))
 
 
+@pytest.mark.parametrize("strength", [1.0, 1.9])
+@pytest.mark.parametrize("form", ["steps", "halves", "levels"])
+def test_near_equal_keys(form, strength):
+    """Keys that nearly repeat, written at full strength and beyond: (I + L)^-1 is made of alternating numbers."""
+    gen = torch.Generator().manual_seed(0)
+    k = torch.randn(128, generator=gen) + 0.05 * torch.randn(1, 100, 4, 128, generator=gen)
+    c = case(
+        "zero", T=100, H=4, bounded=form == "steps", dtype=FP16 if form == "levels" else BF16, raw=False, qk_l2norm=False, gate_dtype=FP32
+    )
+    c.args["k"] = (k / k.norm(dim=-1, keepdim=True)).to(c.args["k"])
+    c.args["beta"] = torch.full_like(c.args["beta"], strength)
+    c.args["g"] = torch.full_like(c.args["g"], -0.05)
+    check(c)
+
+
 @pytest.mark.parametrize("bounded", [True, False], ids=["bounded", "softplus"])
 @pytest.mark.parametrize("how", ["turns", "turns half"])
 @pytest.mark.parametrize("kw", [dict(T=300, B=4), dict(lengths=(330, 70, 0, 33, 1, 130))], ids=["fixed", "ragged"])

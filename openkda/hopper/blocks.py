@@ -85,7 +85,35 @@ def diagonal(x):
 
 
 @gluon.constexpr_function
-def solve_code(dtype, outputs):
+def newton_code(dtype, row16, row8, pack):
+    """PTX of T <- T + T (I - (I - A) T) with A in two parts, between the inverse in `solve_code` and its columns' factors"""
+    turn = "movmatrix.sync.aligned.m8n8.trans.b16"
+
+    def wide(low, high, x):
+        if dtype == gl.bfloat16:
+            return f"shl.b32 {low}, {x}, 16; and.b32 {high}, {x}, 0xffff0000;"
+        return f"{{ .reg .b16 l, h; mov.b32 {{l, h}}, {x}; cvt.f32.f16 {low}, l; cvt.f32.f16 {high}, h; }}"
+
+    return [
+        ".reg .b32 Q1, W1, L1, L2, L3, F1, F2, F3, e0, e1, e2, e3, f0, f1, f2, f3, g0, g1;",
+        f"{pack} Q1, x1, x0; {turn} W1, Q1; {turn} U2, P2;",
+        *(f"{wide('g0', 'g1', a)} sub.f32 {x}, {x}, g0; sub.f32 {y}, {y}, g1; {pack} {low}, {y}, {x};"
+          for a, x, y, low in (("A1", "a0", "a1", "L1"), ("A2", "a2", "a3", "L2"), ("A3", "a6", "a7", "L3"))),
+        f"{wide('t0', 't1', 'P1')} {wide('x0', 'x1', 'Q1')} {wide('t2', 't3', 'P2')}",
+        "neg.f32 e0, t0; neg.f32 e1, t1; neg.f32 e2, x0; neg.f32 e3, x1; neg.f32 f2, t2; neg.f32 f3, t3;",
+        "selp.b32 e0, 0, e0, d; selp.b32 e1, 0, e1, e; selp.b32 f2, 0, f2, d; selp.b32 f3, 0, f3, e;",
+        f"{row16} {{e0, e1, e2, e3}}, {{L1, L2, z, L3}}, {{U1, W1}}, {{e0, e1, e2, e3}};",
+        f"{row16} {{e0, e1, e2, e3}}, {{A1, A2, z, A3}}, {{U1, W1}}, {{e0, e1, e2, e3}};",
+        f"{row8} {{f0, f1, f2, f3}}, {{z, L3}}, {{U2}}, {{z, z, f2, f3}};",
+        f"{row8} {{f0, f1, f2, f3}}, {{z, A3}}, {{U2}}, {{z, z, f2, f3}};",
+        f"{pack} F1, e1, e0; {pack} F2, e3, e2; {pack} F3, f3, f2; {turn} F1, F1; {turn} F2, F2; {turn} F3, F3;",
+        f"{row16} {{t0, t1, x0, x1}}, {{P1, Q1, z, P2}}, {{F1, F2}}, {{t0, t1, x0, x1}};",
+        f"{row8} {{f0, f1, t2, t3}}, {{z, P2}}, {{F3}}, {{z, z, t2, t3}};",
+    ]  # fmt: skip
+
+
+@gluon.constexpr_function
+def solve_code(dtype, outputs, strong):
     """PTX of `solve`. Operands: four or eight pairs of results, then eight elements each of kk, factor, columns, qk: columns 2 t, 2 t + 1
     of rows g and g + 8 in lane 4 g + t, of the left half, then of the right. Products of the two 8x8 diagonal blocks are one product: in
     the left operand they lie as in the block, in the right one below each other. movmatrix makes right operands of 8x8 blocks."""
@@ -124,6 +152,7 @@ def solve_code(dtype, outputs):
         f"{pack} P1, t1, t0; {pack} P2, t3, t2; {turn} U1, P1;",
         f"{row8} {{y0, y1, y2, y3}}, {{U1, z}}, {{A2}}, {{z, z, z, z}}; {pack} Y1, y1, y0;",
         f"{row8} {{x0, x1, x2, x3}}, {{P2, z}}, {{Y1}}, {{z, z, z, z}};",
+        *(newton_code(dtype, row16, row8, pack) if strong else ()),
         # the columns' factors from the rows'
         "shl.b32 m, t, 3;",
         f"shfl.sync.idx.b32 c0, {columns[0]}, m, 31, -1; shfl.sync.idx.b32 c4, {columns[2]}, m, 31, -1; add.u32 m, m, 4;",
@@ -149,11 +178,12 @@ def result_types(dtype, outputs):
 
 
 @gluon.jit
-def solve(kk, qk, factor, columns, dtype: gl.constexpr, outputs: gl.constexpr):
+def solve(kk, qk, factor, columns, dtype: gl.constexpr, outputs: gl.constexpr, strong: gl.constexpr):
     """(T0, Z T0) of 16x16 blocks, T0 = (I - A)^-1 diag(columns), A = diag(factor) tril(kk, -1), Z = tril(qk); factor, columns [warps, 16].
     Without outputs (T0, T0). T <- T + (T A_s) T over block sizes 2, 4, 8, then the lower left of 16; operands in `dtype`, fp32 sums. One
-    opaque step on registers: seven products where whole 16x16 ones would be twenty."""
-    code: gl.constexpr = solve_code(dtype, outputs)
+    opaque step on registers: seven products where whole 16x16 ones would be twenty. strong: beta may exceed 1; nearly equal keys then make
+    T of alternating numbers, which a rounded A alone moves by a tenth, so a step of Newton's follows, six products more."""
+    code: gl.constexpr = solve_code(dtype, outputs, strong)
     form: gl.constexpr = "=&r" + ",=&r" * (7 if outputs else 3) + ",r" * (32 if outputs else 24)
     zero = gl.zeros([gl.num_warps(), 16, 16], gl.float32, block_layout(gl.num_warps()))
     factor = gl.expand_dims(factor, 2) + zero

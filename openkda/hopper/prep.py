@@ -296,7 +296,7 @@ def prepare_group(ring, src, work, group, at, beta, consts, T: gl.constexpr):
     if T.l2norm:
         rk = rsqrt(diagonal(kk) + 1e-6)  # the decay cancels there
     read.store(rk * -down)
-    T0, ZT0 = solve(kk, qk, beta * rk * -rk, beta * rk, dtype, T.outputs)
+    T0, ZT0 = solve(kk, qk, beta * rk * -rk, beta * rk, dtype, T.outputs, T.beta != "sigmoid")
     tz.slice(0, 16, dim=1).store(T0)
     if T.outputs:
         tz.slice(16, 16, dim=1).store(ZT0)
