@@ -18,10 +18,11 @@ from triton.runtime.jit import JITFunction
 
 import openkda.hopper
 import openkda.portable
-from openkda.hopper import driver, kept, runtime
+from openkda.hopper import config, driver, kept, launch, runtime
 from openkda.hopper.driver import ELEMENTS, Loaded, loaded
 from openkda.hopper.kept import Compiled
 from openkda.hopper.runtime import Launch, Matrix, Pointer, Ready
+from openkda.testing import make_case
 
 
 class Library:
@@ -244,13 +245,22 @@ def test_a_program_keeps_what_it_bound(monkeypatch):
     assert len(program.bound) <= 256
 
 
+def test_what_takes_longest_in_the_compiler_is_compiled_first():
+    """Of T1024 H4 with a bounded gate the clusters; of T8192 H64 with a softplus gate the blocks with all of V"""
+    for bounded, T, H, first in ((True, 1024, 4, True), (False, 8192, 64, False)):
+        p, _ = make_case("init", T=64, H=H, K=128, dtype=torch.bfloat16, bounded=bounded).described()
+        p = p.replace(device_type="cuda", capability=(9, 0), T=T)
+        found = sorted(launch.launches(p, config.choose(p), None, (torch.float32, torch.float32, None))[0], key=lambda x: x.rank)
+        forward = [x for x in found if x.kernel.endswith("forward_kernel")]
+        assert found[: len(forward)] == forward and len(forward) == 2 and forward[0].cluster == first
+
+
 def test_kernels_needed_soon_are_compiled_with_those_that_are_missing(monkeypatch):
     """Only where something is compiled anyway, and each once."""
 
     class Compiling:
         def __init__(self, name):
-            self.key = self.kernel = name
-            self.width = 1
+            self.key = self.kernel = self.rank = name
 
         def compile(self, read):
             compiled.append(self.key)

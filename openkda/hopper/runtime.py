@@ -46,6 +46,10 @@ class Matrix(NamedTuple):
     offset: int = 0  # bytes into the operand
 
 
+# Kernels that are long in the compiler once Python is done with them, 3.6 to 1.2 seconds on one core: the longest first.
+ORDER = ("forward_kernel", "state_kernel", "scans_kernel", "fused_gradients_kernel", "prepare_operands_kernel")
+
+
 @dataclass(frozen=True)
 class Launch:
     """One launch: kernel[grid](*args, *constants). args: Pointers, Matrices, None, ints, floats; constants: what the kernel is compiled
@@ -67,9 +71,13 @@ class Launch:
         return (self.kernel, self.constants, self.num_warps, self.pdl, self.registers, kinds)
 
     @property
-    def width(self) -> int:
-        """Columns of all tiles: variants of a kernel with more of them take longer to compile"""
-        return sum(x.box_columns for x in self.args if isinstance(x, Matrix))
+    def rank(self) -> tuple:
+        """Sorts those first that take longest in the compiler: by ORDER, then clusters that take two blocks a step (3.6 s where the same
+        call's other kernel takes 2.5), then variants with more columns of tiles"""
+        name = self.kernel.rpartition(".")[2]
+        steps = self.cluster and self.constants[0].form == "steps"
+        columns = sum(x.box_columns for x in self.args if isinstance(x, Matrix))
+        return (ORDER.index(name) if name in ORDER else len(ORDER), not steps, -columns)
 
     def function(self) -> JITFunction:
         """The kernel itself"""
@@ -130,8 +138,6 @@ class Ready(NamedTuple):
         return prepared(kernel.function, x.grid, kernel.threads, kernel.shared, x.pdl, x.cluster, stream, memory)
 
 
-# Kernels that are long in the compiler once Python is done with them, 3.6 to 1.2 seconds on one core: the longest first.
-ORDER = ("forward_kernel", "state_kernel", "scans_kernel", "fused_gradients_kernel", "prepare_operands_kernel")
 _loaded: dict[tuple, tuple[Loaded, Parameters]] = {}
 
 
@@ -146,9 +152,7 @@ def load(launches: Sequence[Launch], device: int, soon: Callable[[], Sequence[La
         others = {x.key: x for x in soon() if (device, x.key) not in _loaded and x.key not in missing}
         missing |= others
         found |= find(others)
-    name = lambda x: x.kernel.rpartition(".")[2]
-    rank = lambda x: (ORDER.index(name(x)) if name(x) in ORDER else len(ORDER), -x.width)
-    order = sorted((x for key, x in missing.items() if found[key] is None), key=rank)
+    order = sorted((x for key, x in missing.items() if found[key] is None), key=lambda x: x.rank)
 
     def compiled(x: Launch, turn: Event, next_turn: Event) -> kept.Compiled:
         turn.wait()
