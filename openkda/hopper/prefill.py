@@ -15,13 +15,13 @@ from openkda.hopper.prep import load_role, prep_role, receive_role, send_role
 from openkda.hopper.scan import Output, Sink, States, scan_rows, scan_two_rows
 from openkda.hopper.scan_states import summary_scan
 from openkda.hopper.scan_steps import scan_steps
-from openkda.hopper.segments import Deal, Queue, begin_item, locate, make_queue, next_item, read_row
-from openkda.hopper.tiles import Source, group_count, make_ring, tile_layout
+from openkda.hopper.segments import Deal, Queue, begin_item, each_item, locate, make_queue, read_row
+from openkda.hopper.tiles import Source, make_ring, tile_layout
 
 
 @gluon.jit
-def forward_item(ring, before, out, states, sink, verdict, work, segment, HV, NS, T: gl.constexpr):
-    """An item, when `before` groups have been in the ring"""
+def scan_item(work, before, ring, out, states, sink, verdict, segment, HV, NS, T: gl.constexpr):
+    """An item of the forward, when `before` groups have been in the ring"""
     if T.form == "steps":
         scan_steps(ring, out, states, work, HV, T)
     elif T.R == 64:
@@ -31,28 +31,11 @@ def forward_item(ring, before, out, states, sink, verdict, work, segment, HV, NS
 
 
 @gluon.jit
-def forward_scan(ring, out, states, sink, deal, queue, verdict, work, segment, HV, NS, T: gl.constexpr):
-    if T.split == "turns":
-        before = 0
-        turn = 0
-        item = gl.program_id(0)
-        while item < deal.items:
-            forward_item(ring, before, out, states, sink, verdict, work, segment, HV, NS, T)
-            before += group_count(work.steps, T)
-            item = next_item(deal, queue, item, turn, False)
-            turn += 1
-            if item < deal.items:
-                work = locate(deal, read_row(deal, item), False, T)
-    else:
-        forward_item(ring, 0, out, states, sink, verdict, work, segment, HV, NS, T)
-
-
-@gluon.jit
 def scan_role(ring, out, states, sink, deal, queue, verdict, first, HV, NS, T: gl.constexpr):
     work = begin_item(deal, first, True, T)
     segment = gl.program_id(0) // HV if T.located else first.segment
     if T.outputs:
-        forward_scan(ring, out, states, sink, deal, queue, verdict, work, segment, HV, NS, T)
+        each_item(scan_item, work, deal, queue, False, (ring, out, states, sink, verdict, segment, HV, NS), T)
     else:
         summary_scan(ring, states, sink, work, segment, HV, NS, T)
 

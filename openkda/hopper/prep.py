@@ -24,7 +24,7 @@ from openkda.hopper.decay import decay_constants, log2_decay, neutral_gate
 from openkda.hopper.halves import anchor, half_constants, half_tiles
 from openkda.hopper.levels import level_tiles
 from openkda.hopper.own import parted, try_tail
-from openkda.hopper.segments import begin_item, locate, next_item, read_row
+from openkda.hopper.segments import begin_item, each_item
 from openkda.hopper.steps import cross_blocks, cross_scores, step_constants, step_tiles
 from openkda.hopper.tiles import (
     WIDTH,
@@ -32,7 +32,6 @@ from openkda.hopper.tiles import (
     block_layout,
     channel_layout,
     ex2,
-    group_count,
     last,
     outward,
     own_groups,
@@ -84,7 +83,7 @@ def request_needed(ring, src, work, at, row, full, step, operands: gl.constexpr,
 
 
 @gluon.jit
-def load_item(ring, src, work, before, what: gl.constexpr, T: gl.constexpr):
+def load_item(work, before, ring, src, what: gl.constexpr, T: gl.constexpr):
     """Request the raw tiles of the operands `what` of all groups that this block prepares, two blocks at a time, as soon as their place is
     free. `before` groups have been in the ring."""
     per: gl.constexpr = T.wide // 2  # steps of a group
@@ -160,19 +159,7 @@ def load_role(ring, src, deal, queue, first, what: gl.constexpr, T: gl.constexpr
     """A warp per operand: requests take long enough to hold up the preparation if one warp makes them all. Where blocks take items in turn
     they do not, and one warp tells the other roles what comes next."""
     work = begin_item(deal, first, False, T)
-    if T.split == "turns":
-        before = 0
-        turn = 0
-        item = gl.program_id(0)
-        while item < deal.items:
-            load_item(ring, src, work, before, what, T)
-            before += group_count(work.steps, T)
-            item = next_item(deal, queue, item, turn, True)
-            turn += 1
-            if item < deal.items:
-                work = locate(deal, read_row(deal, item), False, T)
-    else:
-        load_item(ring, src, work, 0, what, T)
+    each_item(load_item, work, deal, queue, True, (ring, src, what), T)
 
 
 @gluon.jit
@@ -306,9 +293,11 @@ def prepare_group(ring, src, work, group, at, beta, consts, T: gl.constexpr):
 
 
 @gluon.jit
-def prep_item(ring, src, work, before, first, T: gl.constexpr):
-    """Groups first, first + preps, ... of those of the item that this block prepares"""
+def prep_item(work, before, ring, src, part: gl.constexpr, T: gl.constexpr):
+    """Groups first, first + preps, ... of those of the item that this block prepares: those whose number in the ring, where `before` groups
+    have been, is `part` modulo the preparation partitions"""
     preps: gl.constexpr = 1 if parted(T) else T.preps
+    first = (part + (preps - 1) * before) % preps
     rank = rank_of(T)
     turns = (own_groups(work, rank, T) + preps - 1 - first) // preps
     if quiet(T):
@@ -348,21 +337,9 @@ def prep_turns(ring, src, work, before, first, begin, end, T: gl.constexpr):
 @gluon.jit
 def prep_role(ring, src, deal, queue, verdict, first, part: gl.constexpr, T: gl.constexpr):
     """The groups of the ring whose number is `part`, modulo the preparation partitions"""
-    preps: gl.constexpr = T.preps
     work = begin_item(deal, first, False, T)
-    if T.split == "turns":
-        before = 0
-        turn = 0
-        item = gl.program_id(0)
-        while item < deal.items:
-            prep_item(ring, src, work, before, (part + (preps - 1) * before) % preps, T)
-            before += group_count(work.steps, T)
-            item = next_item(deal, queue, item, turn, False)
-            turn += 1
-            if item < deal.items:
-                work = locate(deal, read_row(deal, item), False, T)
-    elif part < (1 if parted(T) else T.groups):
-        prep_item(ring, src, work, 0, part, T)
+    if part < (1 if parted(T) else T.groups):
+        each_item(prep_item, work, deal, queue, False, (ring, src, part), T)
     if T.split == "tails" and (part == 1 or not parted(T)):
         if work.steps > 0:
             try_tail(ring, verdict, work, part, T)

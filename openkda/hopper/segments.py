@@ -21,7 +21,7 @@ import triton.language as tl
 
 from openkda.hopper.cluster import meet
 from openkda.hopper.compat import gdc_launch_dependents, gdc_wait, gl, gluon, mbarrier
-from openkda.hopper.tiles import Work, late, plain_shared
+from openkda.hopper.tiles import Work, group_count, late, plain_shared
 from openkda.tables import bound_at, larger
 
 DROPPED = tl.constexpr(2.0**-34)  # a tail drops what lies before it where the largest |M| of the rows of M's halves sum to no more
@@ -216,6 +216,25 @@ def begin_item(deal, first, writes: gl.constexpr, T: gl.constexpr):
         if T.pdl and T.fixed:
             gdc_wait()
         return locate(deal, first, writes, T)
+
+
+@gluon.jit
+def each_item(take: gl.constexpr, work, deal, queue, tells: gl.constexpr, args, T: gl.constexpr):
+    """take(work, before, *args, T) of the block's first item and, where blocks take several in turn, of those after it; `before` groups
+    have been in the ring by then. `tells`: this role tells the others which items come"""
+    if T.split == "turns":
+        before = 0
+        turn = 0
+        item = gl.program_id(0)
+        while item < deal.items:
+            take(work, before, *args, T)
+            before += group_count(work.steps, T)
+            item = next_item(deal, queue, item, turn, tells)
+            turn += 1
+            if item < deal.items:
+                work = locate(deal, read_row(deal, item), False, T)
+    else:
+        take(work, 0, *args, T)
 
 
 @gluon.jit
