@@ -194,8 +194,7 @@ def fused_recurrent_kda(
         o, final_state = recurrent(*tensors, scale, use_gate_in_kernel, lower_bound, *flags, backend)
     if out is None:
         return o, final_state
-    if not isinstance(out, torch.Tensor):
-        raise TypeError(f"out is a {type(out).__name__}; it must be a torch.Tensor or None")
+    meta("out", out, optional=True)
     if out.shape != o.shape or out.dtype != o.dtype or out.device != o.device:
         raise fail("out", f"{list(out.shape)} {out.dtype} on {out.device}", f"{list(o.shape)} {o.dtype} on {o.device}, as o")
     if out.is_leaf and out.requires_grad and torch.is_grad_enabled():
@@ -225,8 +224,7 @@ def fused_kda_gate(
         if dt_bias is not None:
             raise fail("g_bias", "given beside dt_bias", "None: both are the bias added to g")
         dt_bias = g_bias
-    if not isinstance(g, torch.Tensor):
-        raise TypeError(f"g is a {type(g).__name__}; it must be a torch.Tensor")
+    meta("g", g)
     if g.dtype not in (*FLOAT_DTYPES, torch.float64):
         raise fail("g's dtype", g.dtype, "one of " + ", ".join(map(str, FLOAT_DTYPES)))
     if not isinstance(output_dtype, torch.dtype) or not output_dtype.is_floating_point:

@@ -26,6 +26,7 @@ MAX_HEAD_DIM = 256
 FLOAT_MAX = torch.finfo(torch.float32).max
 CHUNK_SIZES = (32, 64)
 GATES = ("none", "softplus", "bounded")
+DENSE = torch.strided  # the layout of every tensor that is served
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,11 @@ def fail(name: str, got: object, want: str) -> ValueError:
     return ValueError(f"{name} is {got}; it must be {want}")
 
 
+def not_dense(name: str, t: torch.Tensor) -> ValueError:
+    """The refusal of a sparse, nested or oneDNN tensor."""
+    return fail(f"{name}'s layout", "nested" if t.is_nested else t.layout, "torch.strided, that of a dense tensor")
+
+
 class Meta(NamedTuple):
     """What the checks read of a tensor."""
 
@@ -124,7 +130,12 @@ class Meta(NamedTuple):
 def meta(name: str, t: object, optional: bool = False) -> tuple | None:
     """The fields of a Meta as a plain tuple, which is quicker to make and to hash: a repeated call costs one dictionary lookup."""
     if isinstance(t, torch.Tensor):
-        return t.shape, t.dtype, t.device
+        if t.layout is DENSE:
+            try:
+                return t.shape, t.dtype, t.device
+            except RuntimeError:  # nested: as many shapes as tensors
+                pass
+        raise not_dense(name, t)
     if t is None and optional:
         return None
     raise TypeError(f"{name} is a {type(t).__name__}; it must be a torch.Tensor{' or None' if optional else ''}")
@@ -298,12 +309,15 @@ def describe(
     else:
         gate = "softplus" if lower_bound is None else "bounded"
     tensors = (q, k, v, g, beta, A_log, dt_bias, initial_state)
-    needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors if isinstance(t, torch.Tensor))
-    problem = _build(
+    metas = (
         meta("q", q), meta("k", k), meta("v", v), meta("g", g), meta("beta", beta), meta("A_log", A_log, True),
-        meta("dt_bias", dt_bias, True), meta("initial_state", initial_state, True), meta("cu_seqlens", cu_seqlens, True), scale, gate,
-        lower_bound, bool(safe_gate), bool(use_qk_l2norm_in_kernel), bool(use_beta_sigmoid_in_kernel), bool(allow_neg_eigval),
-        bool(output_final_state), bool(return_intermediate_states), bool(state_v_first), chunk_size, needs_grad, transform_of(tensors),
+        meta("dt_bias", dt_bias, True), meta("initial_state", initial_state, True), meta("cu_seqlens", cu_seqlens, True),
+    )  # fmt: skip
+    needs_grad = torch.is_grad_enabled() and True in [t.requires_grad for t in tensors if t is not None]
+    problem = _build(
+        *metas, scale, gate, lower_bound, bool(safe_gate), bool(use_qk_l2norm_in_kernel), bool(use_beta_sigmoid_in_kernel),
+        bool(allow_neg_eigval), bool(output_final_state), bool(return_intermediate_states), bool(state_v_first), chunk_size, needs_grad,
+        transform_of(tensors),
     )  # fmt: skip
     if cu_seqlens_cpu is not None and cu_seqlens is None:
         raise fail("cu_seqlens_cpu", "given", "None without cu_seqlens")
@@ -352,8 +366,7 @@ def check_cu_seqlens(cu: torch.Tensor, cu_cpu: torch.Tensor | None, T: int) -> t
     share its memory with an array whose writes torch does not see. Where both are given and both are there to read, they must agree."""
     source = cu if cu_cpu is None else cu_cpu
     if cu_cpu is not None:
-        if not isinstance(cu_cpu, torch.Tensor):
-            raise TypeError(f"cu_seqlens_cpu is a {type(cu_cpu).__name__}; it must be a torch.Tensor or None")
+        meta("cu_seqlens_cpu", cu_cpu, optional=True)
         if cu_cpu.device.type != "cpu":
             raise fail("cu_seqlens_cpu's device", cu_cpu.device, "cpu")
         if tuple(cu_cpu.shape) != tuple(cu.shape):

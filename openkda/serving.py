@@ -17,7 +17,7 @@ from functools import cache
 import torch
 
 from openkda import serving_torch
-from openkda.problem import check_bounds, fail, through_operator
+from openkda.problem import check_bounds, fail, meta, through_operator
 from openkda.serving_problem import Options, check_decode, check_no_gradient, check_scalars, check_types, layout
 
 
@@ -143,12 +143,13 @@ def _signature(t: torch.Tensor | None) -> tuple | None:
 
 
 def call_key(names: Sequence[str], tensors: Sequence[torch.Tensor | None], options: tuple) -> tuple:
-    """Everything that the checks and the launch read of a call, but addresses. TypeError for what is no tensor."""
+    """Everything that the checks and the launch read of a call, but addresses. A sentence for what is no dense tensor."""
     try:
         return (*map(_signature, tensors), options)
-    except AttributeError:
-        name, t = next((n, t) for n, t in zip(names, tensors) if not (t is None or isinstance(t, torch.Tensor)))
-        raise TypeError(f"{name} is a {type(t).__name__}; it must be a torch.Tensor") from None
+    except (AttributeError, RuntimeError):  # no tensor, or one without strides
+        check_types(names, tensors)
+        common_device(names, tensors)
+        raise
 
 
 def find_launch(
@@ -177,10 +178,10 @@ def _empty_like(v: torch.Tensor) -> torch.Tensor:
 
 
 def common_device(names: Sequence[str], tensors: Sequence[torch.Tensor | None]) -> torch.device:
-    """The device all tensors share, the first of which is q; ValueError when they do not share one."""
+    """The device all tensors share, the first of which is q; ValueError when they do not share one or are not dense."""
     device = tensors[0].device
     for name, t in zip(names, tensors):
-        if t is not None and t.device != device:
+        if t is not None and meta(name, t)[2] != device:
             raise fail(f"{name}'s device", t.device, f"{device}, where q is")
     return device
 

@@ -1,5 +1,6 @@
 """`describe`: every field of Problem follows its argument, every bad argument is refused in one sentence."""
 
+import warnings
 from dataclasses import fields
 
 import numpy as np
@@ -101,6 +102,12 @@ def zeros(*shape, dtype=F32, device="cpu"):
     return torch.zeros(*shape, dtype=dtype, device=device)
 
 
+def nested(*shape, layout=torch.strided):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # one form of nested tensor calls itself a prototype
+        return torch.nested.nested_tensor([zeros(*shape)] * 2, layout=layout)
+
+
 BAD = {  # changed arguments -> what the message must say
     "q rank": (dict(q=zeros(2, 8, 16)), ["q's shape", "[2, 8, 16]", "[B, T, H, K]"]),
     "v rank": (dict(v=zeros(2, 8, 16)), ["v's shape", "[2, 8, 16]", "[B, T, HV, V]"]),
@@ -142,6 +149,13 @@ BAD = {  # changed arguments -> what the message must say
     "scale beyond any float": (dict(scale=10**400), ["scale", "finite in fp32"]),
     "cp_context": (dict(cp_context=object()), ["cp_context", "object", "None"]),
     "cu rank in a graph": (dict(cu_seqlens=torch.tensor(8), use_graph=True, max_num_seqs=1), ["cu_seqlens's shape", "[]", "[N + 1]"]),
+    "q sparse": (dict(q=zeros(2, 8, 2, 8).to_sparse()), ["q's layout", "torch.sparse_coo", "torch.strided"]),
+    "g in rows": (dict(g=zeros(16, 16).to_sparse_csr()), ["g's layout", "torch.sparse_csr", "torch.strided"]),
+    "A_log of oneDNN": (dict(A_log=zeros(2).to_mkldnn()), ["A_log's layout", "mkldnn", "torch.strided"]),
+    "q nested": (dict(q=nested(8, 2, 8)), ["q's layout", "nested", "torch.strided"]),
+    "q jagged": (dict(q=nested(8, 2, 8, layout=torch.jagged)), ["q's layout", "nested", "torch.strided"]),
+    "state nested": (dict(initial_state=nested(2, 8, 8)), ["initial_state's layout", "nested", "torch.strided"]),
+    "cu nested": (dict(cu_seqlens=nested(2)), ["cu_seqlens's layout", "nested", "torch.strided"]),
     "backend of a kind that cannot be hashed": (dict(backend=["torch"]), ["backend", "['torch']", "hopper, portable, torch"]),
 }
 WRONG_TYPE = {
@@ -176,7 +190,7 @@ def test_wrong_types(name):
     refuses(TypeError, *WRONG_TYPE[name])
 
 
-@pytest.mark.parametrize("name", ["q rank", "k dtype", "lower_bound low", "state shape", "A_log missing"])
+@pytest.mark.parametrize("name", ["q rank", "k dtype", "lower_bound low", "state shape", "A_log missing", "q sparse", "q jagged"])
 def test_the_recurrent_form_refuses_the_same(name):
     refuses(ValueError, *BAD[name], function=fused_recurrent_kda)
 
@@ -202,6 +216,7 @@ def test_bad_cu_seqlens_cpu():
     refuses(ValueError, dict(cu_seqlens_cpu=torch.tensor([0, 8, 16])), ["cu_seqlens_cpu's shape", "[3]", "[2]"], case=case)
     refuses(ValueError, dict(cu_seqlens_cpu=torch.tensor([0.0, 16.0])), ["cu_seqlens_cpu's dtype", "float32"], case=case)
     refuses(TypeError, dict(cu_seqlens_cpu=[0, 16]), ["cu_seqlens_cpu is a list"], case=case)
+    refuses(ValueError, dict(cu_seqlens_cpu=torch.tensor([0, 16]).to_sparse()), ["cu_seqlens_cpu's layout", "sparse"], case=case)
     refuses(ValueError, dict(cu_seqlens_cpu=torch.tensor([0, 16], device="meta")), ["cu_seqlens_cpu's device", "meta", "cpu"], case=case)
     on_meta = dict(cu_seqlens=torch.tensor([0, 16], device="meta"), cu_seqlens_cpu=torch.tensor([0, 16]))
     refuses(ValueError, on_meta, ["cu_seqlens's device", "meta", "cpu, where the tensors are"], case=case)

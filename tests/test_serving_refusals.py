@@ -29,6 +29,9 @@ REFUSALS = [
     (dict(q=lambda c: c.tokens["q"].detach().requires_grad_()), "no gradient"),
     (dict(q=lambda c: torch.zeros(2, 1, 1, 32)[..., ::2]), "q's last stride"),
     (dict(scale=lambda c: float("nan")), "scale is nan"),
+    (dict(q=lambda c: c.tokens["q"].to_sparse()), "q's layout is torch.sparse_coo; it must be torch.strided"),
+    (dict(beta=lambda c: torch.nested.nested_tensor([torch.zeros(1, 2)] * 2)), "beta's layout is nested; it must be torch.strided"),
+    (dict(A_log=lambda c: torch.zeros(2).to_mkldnn()), "A_log's layout is torch._mkldnn; it must be torch.strided"),
 ]
 
 
