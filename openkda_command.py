@@ -14,13 +14,17 @@ def interrupted(*_: object) -> None:
     os._exit(130)
 
 
+def watch() -> None:
+    """Until `main` has its imports an interrupt ends the process, unless somebody has decided: a shell's background jobs ignore it."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, interrupted)
+
+
 def main() -> None:
     """Entry point of the command `openkda`."""
-    early = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # else somebody has decided: a shell's background jobs ignore it
-    if early:
-        signal.signal(signal.SIGINT, interrupted)
+    watch()
     from openkda.cli import main as command
 
-    if early:
+    if signal.getsignal(signal.SIGINT) is interrupted:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     command()

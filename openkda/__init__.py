@@ -1,5 +1,13 @@
 """Kimi Delta Attention: kernels, reference, layer and model."""
 
+import sys
+
+# `python -m openkda` comes here before it reads __main__.py
+if sys.argv[:1] == ["-m"] and sys.orig_argv[-len(sys.argv)] in ("openkda", "-mopenkda"):
+    from openkda_command import watch
+
+    watch()
+
 from openkda.ops import chunk_kda, fused_kda_gate, fused_recurrent_kda
 from openkda.reference import naive_chunk_kda, naive_recurrent_kda
 from openkda.serving import kda_decode

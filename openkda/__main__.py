@@ -1,5 +1,5 @@
 """`python -m openkda`: the same as the command `openkda`."""
 
-from openkda.cli import main
+from openkda_command import main
 
 main()

@@ -263,8 +263,9 @@ def test_an_interrupt_leaves_nothing_behind(tmp_path, sent, code):
 
 
 @pytest.mark.parametrize("moment", ["torch", "numpy", "typer"])
-def test_an_interrupt_while_modules_are_imported(moment):
-    """The command as it is installed, interrupted when it begins to import a module."""
+@pytest.mark.parametrize("how", [("-c", "from openkda_command import main; main()"), ("-m", "openkda")], ids=["command", "module"])
+def test_an_interrupt_while_modules_are_imported(tmp_path, how, moment):
+    """The command as it is installed, and as a module, interrupted when it begins to import something."""
     code = """
 import os, signal, sys
 class Interrupting:
@@ -273,12 +274,10 @@ class Interrupting:
             os.kill(os.getpid(), signal.SIGINT)
 sys.meta_path.insert(0, Interrupting())
 signal.signal(signal.SIGINT, signal.default_int_handler)
-from openkda_command import main
-main()
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code.replace("MOMENT", repr(moment)), "info"], capture_output=True, text=True, cwd=Path(__file__).parents[1]
-    )
+    (tmp_path / "sitecustomize.py").write_text(code.replace("MOMENT", repr(moment)))  # Python reads it before anything else
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run([sys.executable, *how, "info"], capture_output=True, text=True, cwd=Path(__file__).parents[1], env=environment)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "openkda: interrupted\n")
 
 
