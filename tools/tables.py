@@ -291,6 +291,16 @@ def sanitizer_phrases(data: dict) -> Iterable[str]:
     yield f"{len({r['case'] for r in data['rows']})} cases, commit {data['commit'][:7]}"
 
 
+def kernels_and_torch_phrases(data: dict) -> Iterable[str]:
+    """One model trained with the kernels and in torch, docs/training.md."""
+    kernels, torch = (data["runs"][name] for name in ("kernels", "torch"))
+    apart = lambda field: max(abs(a - b) for a, b in zip(kernels["history"][field], torch["history"][field], strict=True))
+    yield f"commit {data['commit'][:7]}). The recorded losses differ by at most {apart('loss'):.4f} nats"
+    yield f"the held-out losses by at most {apart('eval_value'):.4f}"
+    ends = [f"{run['summary']['held_out_nats_per_byte']:.3f}" for run in (kernels, torch)]
+    yield f"both end at {ends[0]}" if ends[0] == ends[1] else f"they end at {ends[0]} and {ends[1]}"
+
+
 FORWARD = "2026-11-30-forward"
 PREFILL = "docs/hopper_prefill.md"
 TABLES = (
@@ -314,6 +324,7 @@ PHRASES = (
     Phrases("CONTRIBUTING.md", "2026-11-30-gpu-tests-any-device", any_device_phrases),
     Phrases("docs/portable.md", "2026-11-30-portable-forward", portable_phrases),
     Phrases("README.md", "2026-11-30-decode", decode_phrases),
+    Phrases("docs/training.md", "2026-11-30-kernels-and-torch", kernels_and_torch_phrases),
 )
 
 
