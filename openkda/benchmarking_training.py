@@ -18,7 +18,7 @@ from openkda.ops import chunk_kda
 from openkda.peers import Args, Peer, Training
 from openkda.problem import Problem
 from openkda.reference import naive_chunk_kda, prepare
-from openkda.testing import Case, relative_error
+from openkda.testing import Case, relative_error, with_gate_joined
 from openkda.timing import eager_ms, graph_ms, host_us
 
 GPU_SHAPES = ("T8192_H32", "T32768_H16", "2x4096_H64", "docs64_H32")
@@ -52,16 +52,15 @@ class Cell:
         return Case(args, self.regime).described()[0]
 
     def errors(self, grads: dict[str, torch.Tensor]) -> dict[str, float] | None:
-        """Relative L2 errors of the gradients of the first heads."""
+        """Relative L2 errors of the gradients of the first heads, A_log's and dt_bias's together."""
         if self.oracle is None:
             return None
-        found = {}
+        first = {}
         for name, expected in self.oracle.items():
             mine = grads[name].reshape(self.case.args[name].shape)
-            found[name] = relative_error(
-                mine[: len(expected)] if name in ("A_log", "dt_bias") else mine[:, :, : expected.shape[2]], expected
-            )
-        return found
+            first[name] = mine[: len(expected)] if name in ("A_log", "dt_bias") else mine[:, :, : expected.shape[2]]
+        found, expected = (with_gate_joined(x, self.shape.D) for x in (first, self.oracle))
+        return {name: relative_error(found[name], expected[name]) for name in found}
 
 
 def gradient_oracle(case: Case, do: torch.Tensor, heads: int) -> dict[str, torch.Tensor]:

@@ -296,18 +296,23 @@ def reference_gradients(
 
 
 def gradient_triples(case: Case, found: dict[str, torch.Tensor]) -> list[tuple[str, torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """(name, gradient, fp64 reference, torch twin) of every gradient in `found`, for `assert_close`.
+    """(name, gradient, fp64 reference, torch twin) of every gradient in `found`, for `assert_close`; A_log's and dt_bias's together."""
+    expected, twin = reference_gradients(case, oracle, torch.float64), reference_gradients(case, rounded_chunk)
+    K = case.args["k"].shape[-1]
+    found, expected, twin = (with_gate_joined({n: x[n] for n in found}, K) for x in (found, expected, twin))
+    return [(f"d({n})" if "A_log" in n or "dt_bias" in n else f"d{n}", found[n], expected[n], twin[n]) for n in found]
+
+
+def with_gate_joined(gradients: dict[str, torch.Tensor], K: int) -> dict[str, torch.Tensor]:
+    """Gradients by input, those of A_log and dt_bias as one vector in fp64 under both names.
 
     A_log's one number per head joins dt_bias, whose sums it is made of: a ratio of errors needs more than a few numbers. It is the sum of K
     channels and its rounding error that of sqrt(K) of them, so it counts K^-0.5: as it is, the luck of a few numbers would decide."""
-    expected, twin = reference_gradients(case, oracle, torch.float64), reference_gradients(case, rounded_chunk)
-    triples = [(f"d{n}", found[n], expected[n], twin[n]) for n in found if n not in ("A_log", "dt_bias")]
-    joined = [n for n in ("A_log", "dt_bias") if n in found]
-    if joined:
-        share = {"A_log": case.args["k"].shape[-1] ** -0.5, "dt_bias": 1.0}
-        together = (torch.cat([x[n].flatten().double() * share[n] for n in joined]) for x in (found, expected, twin))
-        triples.append((f"d({', '.join(joined)})", *together))
-    return triples
+    shares = {n: share for n, share in (("A_log", K**-0.5), ("dt_bias", 1.0)) if n in gradients}
+    result = {n: x for n, x in gradients.items() if n not in shares}
+    if shares:
+        result[", ".join(shares)] = torch.cat([gradients[n].flatten().double() * share for n, share in shares.items()])
+    return result
 
 
 def relative_error(actual: torch.Tensor, reference: torch.Tensor) -> float:

@@ -385,7 +385,7 @@ def test_training_step(name, gate):
     row = TRAINING.measure(cell, TRAINING.ours("torch"))
     assert row.error is None and row.bit_equal and row.gradients_by == "torch"
     assert row.eager_ms > 0 and row.forward_ms > 0
-    assert set(row.err_grads) == set(LEAVES) and max(row.err_grads.values()) < 0.02
+    assert set(row.err_grads) == {*LEAVES[:5], "A_log, dt_bias"} and max(row.err_grads.values()) < 0.02
     p = cell.problem
     inputs = floor_bytes(p) - 2 * p.T * p.HV * p.V
     assert math.isclose(row.floor_ms, 1e3 * (3 * inputs + 4 * p.T * p.HV * p.V) / 1e9)
