@@ -33,8 +33,8 @@ def compile_launches(problem: Problem, config: Config) -> None:
 
 
 def compile_any_gate(target: str) -> None:
-    """One block a head, and two."""
-    compile_hopper(target, (dict(T=512, H=96), dict(T=128, H=8)), bounded=False)
+    """One block a head, two, and segments with tails of their own."""
+    compile_hopper(target, (dict(T=512, H=96), dict(T=128, H=8), dict(T=1024, H=4)), bounded=False)
 
 
 def compile_tickets(target: str) -> None:

@@ -1,11 +1,13 @@
 """The any-gate form of the Hopper forward (openkda/hopper/halves.py): its algebra and ranges in torch; on a GPU against the recurrence."""
 
 import math
+from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
 
-from openkda.hopper.config import choose
+from openkda.hopper.config import WIDE, Cut, base_tiles, choose, config_of
 from openkda.hopper.halves import ANCHOR, BASE, MOST, SHIFT, STEEP
 from openkda.hopper.tiles import log2p
 from openkda.testing import make_case, relative_error
@@ -186,6 +188,23 @@ def test_resets_row_by_row(qk_l2norm):
     problem, inputs = c.described()
     o, *_ = launch.forward(problem, inputs, choose(problem))
     assert worst_row(o, c.oracle[0]) <= 2 * worst_row(in_torch(c), c.oracle[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.hopper
+@pytest.mark.parametrize("changes", [{}, dict(gate_dtype=torch.float32), dict(raw=False), dict(raw=False, gate_dtype=torch.float32)])
+def test_two_warps_a_block_give_the_bits_of_one(changes):
+    """The form in halves of spread.py and that of halves.py, each in segments of five to eight blocks with their tails and of fewer."""
+    from openkda.hopper import launch
+
+    for regime, (steps, tail) in product(("init", "random", "mixed"), ((1, 3), (2, 4))):
+        c = make_case(regime, T=300, H=2, K=128, dtype=torch.bfloat16, bounded=False, state_v_first=True, device="cuda", **changes)
+        problem, inputs = c.described()
+        two = config_of(problem, Cut("tails", "half", steps, tail), (0.0, 0.0))
+        one = replace(two, forward=base_tiles(problem, WIDE, split="tails", pdl=True))
+        assert two.forward.spread and not one.forward.spread
+        found, want = (launch.forward(problem, inputs, x) for x in (two, one))
+        assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True) if a is not None)
 
 
 @pytest.mark.gpu

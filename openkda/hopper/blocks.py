@@ -37,7 +37,7 @@ def transposed(x):
     """x^T of 16-bit blocks x [warps, 16, 16], inside each warp"""
     code: gl.constexpr = "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;"
     x = gl.inline_asm_elementwise(code, "=r,r", [x], dtype=x.dtype, is_pure=True, pack=2)  # of each quarter
-    x = x.reshape([gl.num_warps(), 2, 8, 2, 8]).permute((0, 3, 2, 1, 4)).reshape([gl.num_warps(), 16, 16])
+    x = x.reshape([x.shape[0], 2, 8, 2, 8]).permute((0, 3, 2, 1, 4)).reshape([x.shape[0], 16, 16])
     return gl.convert_layout(x, block_layout(gl.num_warps()), assert_trivial=True)
 
 
@@ -185,7 +185,7 @@ def solve(kk, qk, factor, columns, dtype: gl.constexpr, outputs: gl.constexpr, s
     T of alternating numbers, which a rounded A alone moves by a tenth, so a step of Newton's follows, six products more."""
     code: gl.constexpr = solve_code(dtype, outputs, strong)
     form: gl.constexpr = "=&r" + ",=&r" * (7 if outputs else 3) + ",r" * (32 if outputs else 24)
-    zero = gl.zeros([gl.num_warps(), 16, 16], gl.float32, block_layout(gl.num_warps()))
+    zero = gl.zeros([kk.shape[0], 16, 16], gl.float32, block_layout(gl.num_warps()))
     factor = gl.expand_dims(factor, 2) + zero
     columns = gl.expand_dims(columns, 2) + zero
     types: gl.constexpr = result_types(dtype, outputs)

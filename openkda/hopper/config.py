@@ -26,7 +26,8 @@ class Tiles:
     K: int
     V: int
     R: int  # rows of V (of the transposed state) per block
-    wide: int  # blocks of a group, and warps of a preparation partition
+    wide: int  # blocks of a group
+    prep_warps: int  # of a preparation partition: one a block, or two (spread.py)
     groups: int  # groups held in shared memory
     preps: int  # preparation partitions
     prep_regs: int
@@ -44,6 +45,11 @@ class Tiles:
     cluster: bool  # two blocks, the halves of V, share the preparation of their head (cluster.py)
     fixed: bool  # the segment table lies ready: no launch of the call writes it
     located: bool  # the block finds its work before it hands over to its roles, not each role
+
+    @property
+    def spread(self) -> bool:
+        """Whether all warps of a preparation partition turn two blocks at a time (spread.py)"""
+        return self.prep_warps > self.wide
 
     def without_outputs(self) -> Tiles:
         """Those of a preparation for the state alone"""
@@ -72,6 +78,7 @@ class Config:
 FULL = dict(R=128, preps=2, prep_regs=120, scan_warps=4, groups=3)  # most work per block: enough heads to fill the chip
 HALF = dict(R=64, preps=2, prep_regs=160, scan_warps=4, groups=3)  # two blocks share a head
 WIDE = dict(R=128, wide=8, preps=1, prep_regs=128, scan_warps=4, groups=1)  # up to eight blocks with a tail of their own
+SPREAD = dict(R=128, prep_warps=8, preps=1, prep_regs=128, scan_warps=4, groups=2)  # the same, form "halves"
 ALONE = dict(R=128, preps=1, prep_regs=160, scan_warps=4, groups=3)  # short segments, unbounded gates
 PAIRS = dict(R=128, preps=1, prep_regs=72, scan_warps=8, groups=3)  # summaries: two chains of 128 rows
 
@@ -86,16 +93,17 @@ def base_tiles(problem: Problem, shape: dict, **changes: object) -> Tiles:
         fixed=not p.varlen, cluster=False, located=False,
         chunk=p.chunk_size if p.return_intermediate_states and changes.get("outputs", True) else 0,
         beta="given" if not p.beta_sigmoid else "twice" if p.neg_eigval else "sigmoid",
-        wide=4, form=form, kg=form != "product",
+        form=form, kg=form != "product",
     )  # fmt: skip
     if (form == "halves" or changes.get("split") == "tails") and shape["prep_regs"] == FULL["prep_regs"]:
         shape = {**shape, "prep_regs": shape["prep_regs"] + 8}  # all that the scan can spare where it has no tail to run
-    tiles = Tiles(**{**fields, **shape, **changes})
+    fields = {"wide": 4, **fields, **shape, **changes}
+    tiles = Tiles(**{"prep_warps": fields["wide"], **fields})
     # Where the scan of 128 rows under unbounded gates finds its work itself, its loop is short of registers and 10 % slower. A block of a
     # cluster that has nothing to do had better know it before it sets up barriers and meets the other one (below): 1.5 us of a call.
     tiles = replace(tiles, located=form == "halves" and tiles.outputs and tiles.R == 128 and tiles.split != "tails")
-    per_group = group_bytes(tiles, p.gate_dtype.itemsize)
-    tiles = replace(tiles, groups=min(tiles.groups, (SHARED_BYTES - 2 * BLOCK * tiles.R * 2 - RESERVED_BYTES) // per_group))
+    left = SHARED_BYTES - 2 * BLOCK * tiles.R * 2 - spread_bytes(tiles) - RESERVED_BYTES
+    tiles = replace(tiles, groups=min(tiles.groups, left // group_bytes(tiles, p.gate_dtype.itemsize)))
     # Two blocks that share a head share its preparation where a place of the ring can be spared. Blocks that take turns do not. Two blocks
     # of 16 tokens go together in bounded gates, but not where segments whose blocks have all of V do the same work without (`locate`).
     if tiles.outputs and 2 * tiles.R == p.V == p.K and tiles.split in ("none", "lanes", "rest", "whole") and tiles.groups == 3:
@@ -115,6 +123,12 @@ def group_bytes(tiles: Tiles, gate_bytes: int) -> int:
     return t.wide * (block + BLOCK * BLOCK * 2 * (t.form == "steps"))
 
 
+def spread_bytes(tiles: Tiles) -> int:
+    """Shared memory beside the groups (tiles.py, Spread)"""
+    t = tiles
+    return t.spread * (t.wide * t.K * 2 * (2 * BLOCK + 1) + 2 * 4 * t.K * 4)
+
+
 MULTIPROCESSORS = 132
 TAIL = 4  # most blocks of a tail: 64 tokens
 LANES = 3  # of a head at most; a fourth would gain 1 %, for more blocks that have to leave where tails suffice
@@ -129,9 +143,10 @@ def own_tail_blocks(tiles: Tiles) -> int:
 
 
 def own_tail_tiles(problem: Problem, blocks: int) -> Tiles:
-    """Of segments with tails of their own, `blocks` of 16 tokens in all: one group of four or of eight, whose preparation is short, where
-    that will do (docs/hopper_prefill.md)."""
-    shape = {**FULL, "groups": 1} if blocks <= 4 else WIDE if blocks <= WIDE["wide"] else FULL
+    """Of segments with tails of their own, `blocks` of 16 tokens in all: those of which a group is prepared
+    soonest (docs/hopper_prefill.md)."""
+    few = SPREAD if base_tiles(problem, FULL).form == "halves" else WIDE
+    shape = {**FULL, "groups": 1} if blocks <= 4 else few if blocks <= 8 else FULL
     return base_tiles(problem, shape, split="tails", pdl=True)
 
 

@@ -86,11 +86,9 @@ def lg2(x):
 
 
 @gluon.jit
-def slice_constants(src, work, first: gl.constexpr, T: gl.constexpr):
-    """(slope, offset, factor, most) of channels first to first + WIDTH: a token forgets -factor * activation(gate * slope + offset) bits,
-    at most MOST, which the gate `most` does"""
-    L: gl.constexpr = channel_layout(WIDTH, 8, gl.num_warps())
-    channel = first + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, gl.SliceLayout(1, L)))[None, None, :]
+def held_line(src, work, channel, T: gl.constexpr):
+    """(slope, offset, factor, most): a token forgets -factor * activation(gate * slope + offset) bits, at most MOST, which the gate `most`
+    does"""
     slope, offset, factor = gate_line(src, work.head, channel, T)
     if T.gate == "softplus":
         z = -MOST / (factor * LOG2E)
@@ -100,6 +98,15 @@ def slice_constants(src, work, first: gl.constexpr, T: gl.constexpr):
         factor = -factor
         most = offset * 0.0 - MOST / LOG2E
     most += gl.abs(most) * (0.0078125 if T.gate == "none" else -0.0078125)
+    return slope, offset, factor, most
+
+
+@gluon.jit
+def slice_constants(src, work, first: gl.constexpr, T: gl.constexpr):
+    """held_line of channels first to first + WIDTH"""
+    L: gl.constexpr = channel_layout(WIDTH, 8, gl.num_warps())
+    channel = first + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, gl.SliceLayout(1, L)))[None, None, :]
+    slope, offset, factor, most = held_line(src, work, channel, T)
     return slope, offset, factor, (most + gl.zeros([gl.num_warps(), 8, WIDTH], gl.float32, L)).to(src.g.dtype)
 
 
@@ -121,11 +128,24 @@ def last_row(x):
 
 
 @gluon.jit
+def steepness(factor, T: gl.constexpr):
+    """(whether softplus gates go through products, base)"""
+    steep = factor <= -STEEP
+    return steep, gl.where(steep, factor * BASE, 0.0) if T.gate == "softplus" else 0.0
+
+
+@gluon.jit
 def half_sums(g, h: gl.constexpr, consts, steep, T: gl.constexpr):
-    """(P [warps, 8, WIDTH], q [warps, 1, WIDTH]) of half h: P + base is the prefix sum of the activations; its last row is log2(1 + q),
-    more exactly, where q <= 1"""
-    slope, offset, _, most = consts
+    """prefix_sums of half h, [warps, 8, WIDTH]"""
     raw = g.slice(8 * h, 8, dim=1).slice(0, WIDTH, dim=2).load(channel_layout(WIDTH, 8, gl.num_warps()))
+    return prefix_sums(raw, consts, steep, T)
+
+
+@gluon.jit
+def prefix_sums(raw, consts, steep, T: gl.constexpr):
+    """(P [n, 8, channels], q [n, 1, channels]) of raw gates: P + base is the prefix sum of the activations over 8 tokens; its last row is
+    log2(1 + q), more exactly, where q <= 1"""
+    slope, offset, _, most = consts
     x = to_f32(held(raw, most, T)) * slope + offset
     if T.gate == "softplus":
         if steep:
@@ -194,8 +214,7 @@ def make_slice(kq, g, ki, across, decay, consts, T: gl.constexpr):
     L: gl.constexpr = channel_layout(WIDTH, 8, gl.num_warps())
     zero = gl.zeros([gl.num_warps(), 8, WIDTH], gl.float32, L)
     factor = consts[2]
-    steep = factor <= -STEEP
-    base = gl.where(steep, factor * BASE, 0.0) if T.gate == "softplus" else 0.0
+    steep, base = steepness(factor, T)
     P0, q0 = half_sums(g, 0, consts, steep, T)
     P1, q1 = half_sums(g, 1, consts, steep, T)
     e0 = last_row(P0) * factor + base
@@ -225,53 +244,53 @@ def finish_slice(kq, ki, down, kg0, kg1, T: gl.constexpr):
 
 
 @gluon.constexpr_function
-def stacked_layout(warps):
-    """8 rows of k and the same 8 of q, [warps, 2, 1, 8, 32], as the rows of a left operand [warps, 16, 32]"""
+def stacked_layout(blocks, warps):
+    """8 rows of k and the same 8 of q, [blocks, 2, 1, 8, 32], as the rows of a left operand [blocks, 16, 32]"""
     at = lambda dim, n: [n if d == dim else 0 for d in range(5)]
     return gl.DistributedLinearLayout(
         reg_bases=[at(4, 1), at(1, 1), at(4, 8), at(4, 16)],
         lane_bases=[at(4, 2), at(4, 4), at(3, 1), at(3, 2), at(3, 4)],
-        warp_bases=[at(0, 1 << i) for i in range(warps.bit_length() - 1)],
+        warp_bases=[at(0, (1 << i) % blocks) for i in range(warps.bit_length() - 1)],
         block_bases=[],
-        shape=[warps, 2, 1, 8, 32],
+        shape=[blocks, 2, 1, 8, 32],
     )
 
 
 @gluon.jit
 def stacked_rows(kq, h: gl.constexpr, first: gl.constexpr, T: gl.constexpr):
     """8 rows of k above 8 of q, those of half h and 32 channels, as a left operand"""
-    x = kq.reshape([gl.num_warps(), 2, 2, 8, T.K]).slice(h, 1, dim=2).slice(first, 32, dim=4).load(stacked_layout(gl.num_warps()))
+    x = kq.reshape([T.wide, 2, 2, 8, T.K]).slice(h, 1, dim=2).slice(first, 32, dim=4).load(stacked_layout(T.wide, gl.num_warps()))
     L: gl.constexpr = gl.DotOperandLayout(0, block_layout(gl.num_warps()), 2)
-    return gl.convert_layout(x.reshape([gl.num_warps(), 16, 32]), L, assert_trivial=True)
+    return gl.convert_layout(x.reshape([T.wide, 16, 32]), L, assert_trivial=True)
 
 
 @gluon.jit
-def slice_scores(kq, ki, across, near0, near1, far, T: gl.constexpr):
-    """Adds a slice to the products of rows and columns of the first half, of the second, and of second-half rows with first-half columns;
-    [warps, 16, 8] each: 8 rows of k, 8 of q"""
+def slice_scores(kq, ki, across, near0, near1, far, channels: gl.constexpr, T: gl.constexpr):
+    """Adds a slice of so many channels to the products of rows and columns of the first half, of the second, and of second-half rows with
+    first-half columns; [blocks, 16, 8] each: 8 rows of k, 8 of q"""
     d1: gl.constexpr = gl.DotOperandLayout(1, block_layout(gl.num_warps()), 2)
-    for n in gl.static_range(WIDTH // 32):
+    for n in gl.static_range(channels // 32):
         r0 = stacked_rows(kq, 0, 32 * n, T)
         r1 = stacked_rows(kq, 1, 32 * n, T)
         columns = ki.permute((0, 2, 1)).slice(32 * n, 32, dim=1)
         near0 = mma_v2(r0, columns.slice(0, 8, dim=2).load(d1), near0)
         near1 = mma_v2(r1, columns.slice(8, 8, dim=2).load(d1), near1)
-        far = mma_v2(r1, across.permute((0, 2, 1)).slice(32 * n, 32, dim=1).load(d1), far)
+        far = mma_v2(r1, across.permute((0, 2, 1)).slice(32 * n, 32, dim=1).slice(0, 8, dim=2).load(d1), far)
     return near0, near1, far
 
 
 @gluon.jit
 def rows_of(x):
-    """The k and the q rows of stacked products, [warps, 8, 8] each"""
-    return gl.split(x.reshape([gl.num_warps(), 2, 8, 8]).permute((0, 2, 3, 1)))
+    """The k and the q rows of stacked products, [blocks, 8, 8] each"""
+    return gl.split(x.reshape([x.shape[0], 2, 8, 8]).permute((0, 2, 3, 1)))
 
 
 @gluon.jit
 def whole_block(near0, near1, far):
-    """[warps, 16, 16] from its quarters; the upper right one is never read"""
-    top = gl.join(near0, near0).permute((0, 1, 3, 2)).reshape([gl.num_warps(), 8, 16])
-    bottom = gl.join(far, near1).permute((0, 1, 3, 2)).reshape([gl.num_warps(), 8, 16])
-    both = gl.join(top, bottom).permute((0, 3, 1, 2)).reshape([gl.num_warps(), 16, 16])
+    """[blocks, 16, 16] from its quarters; the upper right one is never read"""
+    top = gl.join(near0, near0).permute((0, 1, 3, 2)).reshape([far.shape[0], 8, 16])
+    bottom = gl.join(far, near1).permute((0, 1, 3, 2)).reshape([far.shape[0], 8, 16])
+    both = gl.join(top, bottom).permute((0, 3, 1, 2)).reshape([far.shape[0], 16, 16])
     return gl.convert_layout(both, block_layout(gl.num_warps()), assert_trivial=True)
 
 
@@ -287,8 +306,14 @@ def half_tiles(ring, at, consts, T: gl.constexpr):
         kq, g, ki, decay = slice_views(ring, at, c, T)
         here = c0[0], gl.where(c == 0, c0[1], c1[1]), c0[2], gl.where(c == 0, c0[3], c1[3])
         down, kg0, kg1 = make_slice(kq, g, ki, across, decay, here, T)
-        near0, near1, far = slice_scores(kq, ki, across, near0, near1, far, T)
+        near0, near1, far = slice_scores(kq, ki, across, near0, near1, far, WIDTH, T)
         finish_slice(kq, ki, down, kg0, kg1, T)
+    return both_scores(near0, near1, far)
+
+
+@gluon.jit
+def both_scores(near0, near1, far):
+    """The scores kd ki^T, qd ki^T 2^ANCHOR from the sums of slice_scores"""
     k00, q00 = rows_of(near0)
     k11, q11 = rows_of(near1)
     k10, q10 = rows_of(far * 2.0**-SHIFT)

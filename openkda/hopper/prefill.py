@@ -2,7 +2,7 @@
 rows of V, and walks its tokens in blocks of 16:
 
     default partition   scan_warps warps    the recurrence and the output (scan.py, scan_steps.py), or the state alone (scan_states.py)
-    preps x wide warps                      activation, norms, decay, scores, inverse, a block a warp (prep.py)
+    preps x prep_warps                      activation, norms, decay, scores, inverse, one warp or two a block (prep.py, spread.py)
     4 x 1 warp                              request the raw tiles of g, k, q, v, two blocks at a time
 
 Equations, names: docs/math.md. Algorithm, schedule, budgets and measurements: docs/hopper_prefill.md."""
@@ -53,7 +53,7 @@ def run_roles(scan, ring, src, deal, queue, verdict, first, T: gl.constexpr):
                 (prep_role, (ring, src, deal, queue, verdict, first, 1, T)),
                 (load_role, (ring, src, deal, queue, first, "gkqv", T)),
             ],
-            [T.wide, T.wide, 1],
+            [T.prep_warps, T.prep_warps, 1],
             [regs, regs, 24],
         )
     elif T.cluster:
@@ -66,7 +66,7 @@ def run_roles(scan, ring, src, deal, queue, verdict, first, T: gl.constexpr):
                 (receive_role, (ring, src, deal, first, T)),
                 (send_role, (ring, deal, first, T)),
             ],
-            [T.wide, 1, 1, 1, 1],
+            [T.prep_warps, 1, 1, 1, 1],
             [regs, 24, 24, 24, 24],
         )
     elif T.outputs and T.preps == 1:
@@ -79,7 +79,7 @@ def run_roles(scan, ring, src, deal, queue, verdict, first, T: gl.constexpr):
                 (load_role, (ring, src, deal, queue, first, "q", T)),
                 (load_role, (ring, src, deal, queue, first, "v", T)),
             ],
-            [T.wide, 1, 1, 1, 1],
+            [T.prep_warps, 1, 1, 1, 1],
             [regs, 24, 24, 24, 24],
         )
     elif T.outputs:
@@ -93,7 +93,7 @@ def run_roles(scan, ring, src, deal, queue, verdict, first, T: gl.constexpr):
                 (load_role, (ring, src, deal, queue, first, "q", T)),
                 (load_role, (ring, src, deal, queue, first, "v", T)),
             ],
-            [T.wide, T.wide, 1, 1, 1, 1],
+            [T.prep_warps, T.prep_warps, 1, 1, 1, 1],
             [regs, regs, 24, 24, 24, 24],
         )
     else:
@@ -105,7 +105,7 @@ def run_roles(scan, ring, src, deal, queue, verdict, first, T: gl.constexpr):
                 (load_role, (ring, src, deal, queue, first, "k", T)),
                 (load_role, (ring, src, deal, queue, first, "v", T)),
             ],
-            [T.wide, 1, 1, 1],
+            [T.prep_warps, 1, 1, 1],
             [regs, 24, 24, 24],
         )
 

@@ -11,9 +11,9 @@ decay:
                                                   block-diagonal part, so nothing grows
     tz = (T0, Z T0)     read = -r_k     write = scale r_q     decay = exp(G_C)
 
-A partition takes every `preps`-th group, one warp per block: what a warp writes, it alone reads before the group is ready. Raw
-tiles are overwritten in place: kq by (kd, qd), the gate by ki. Four warps request them. Rows past the segment's end are overwritten
-by neutral values first, before any exponential."""
+A partition takes every `preps`-th group, one warp per block: what a warp writes, it alone reads before the group is ready; two warps per
+block in the form of spread.py. Raw tiles are overwritten in place: kq by (kd, qd), the gate by ki. Four warps request them. Rows past the
+segment's end are overwritten by neutral values first, before any exponential."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from openkda.hopper.halves import anchor, half_constants, half_tiles
 from openkda.hopper.levels import level_tiles
 from openkda.hopper.own import parted, try_tail
 from openkda.hopper.segments import begin_item, each_item
+from openkda.hopper.spread import spread_constants, spread_tiles
 from openkda.hopper.steps import cross_blocks, cross_scores, step_constants, step_tiles
 from openkda.hopper.tiles import (
     WIDTH,
@@ -174,7 +175,8 @@ def clear_rows(tiles, at, valid, neutral, height: gl.constexpr, columns: gl.cons
     A loop over pieces of 8 rows by 128 bytes, one a warp at a time: it runs once per segment, and code is dear."""
     width: gl.constexpr = 1024 // tiles.dtype.primitive_bitwidth
     W: gl.constexpr = gl.num_warps()
-    steps: gl.constexpr = height * columns // (8 * width)  # of a piece a warp
+    each: gl.constexpr = height * columns // (8 * width)  # pieces of a tile
+    steps: gl.constexpr = each * T.wide // W  # of a piece a warp
     L: gl.constexpr = gl.BlockedLayout([1, 1, 128 // tiles.dtype.primitive_bitwidth], [1, 4, 8], [W, 1, 1], [2, 1, 0])
     bits: gl.constexpr = tiles.dtype.primitive_bitwidth
     pieces = tiles._reinterpret(tiles.dtype, [T.groups * steps, W, 8, width], stack_layout(gl.num_warps(), 8, width, bits))
@@ -183,18 +185,18 @@ def clear_rows(tiles, at, valid, neutral, height: gl.constexpr, columns: gl.cons
     place = unhoisted(piece * 8 + i)
     for s in range(gl.minimum(valid, 0) + steps):  # valid > 0; a bound known to the compiler would be unrolled
         n = W * s + place // 8
-        row = n // steps * 16 + n % 2 * 8 + place % 8
+        row = n // each * 16 + n % 2 * 8 + place % 8
         tile = pieces.index(at * steps + s)
         tile.store(gl.where(row < valid, tile.load(L), neutral).to(tile.dtype))
 
 
 @gluon.jit
-def load_beta(src, work, group):
-    """(raw beta, in range) of the rows of a group as [warps, 16]"""
+def load_beta(src, work, group, T: gl.constexpr):
+    """(raw beta, in range) of the rows of a group as [wide, 16]"""
     mma: gl.constexpr = block_layout(gl.num_warps())
-    b = gl.arange(0, gl.num_warps(), layout=gl.SliceLayout(1, gl.SliceLayout(2, mma)))[:, None]
+    b = gl.arange(0, T.wide, layout=gl.SliceLayout(1, gl.SliceLayout(2, mma)))[:, None]
     i = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, mma)))[None, :]
-    first = work.start + group * (16 * gl.num_warps())
+    first = work.start + group * (16 * T.wide)
     base = src.beta_ptr + first.to(gl.int64) * src.HV + work.head
     live = b * 16 + i < work.end - first
     return gl.load(base + (b * 16 + i) * src.HV, mask=live, other=0.0), live
@@ -212,8 +214,9 @@ def activate_beta(x, live, T: gl.constexpr):
 
 @gluon.jit
 def query_norms(kq, T: gl.constexpr):
-    """rsqrt(|q|^2 + 1e-6) of the raw rows of kq [warps, 32, K] as [warps, 16]: the diagonal of their Gram matrix"""
-    gram = gl.zeros([gl.num_warps(), 16, 16], gl.float32, block_layout(gl.num_warps()))
+    """rsqrt(|q|^2 + 1e-6) of the raw rows of kq [wide, 32, K] as [wide, 16]: the diagonal of their Gram matrix"""
+    wide: gl.constexpr = T.wide
+    gram = gl.zeros([wide, 16, 16], gl.float32, block_layout(gl.num_warps()))
     for c in gl.static_range(T.K // 32):
         x, xt = both_operands(kq, 16, c)
         gram = mma_v2(x, xt, gram)
@@ -250,22 +253,23 @@ def prepare_group(ring, src, work, group, at, beta, consts, T: gl.constexpr):
     """Group `group` of the item, in place `at` of the ring"""
     K: gl.constexpr = T.K
     groups: gl.constexpr = T.groups
+    wide: gl.constexpr = T.wide
     dtype: gl.constexpr = src.k.dtype
     bits: gl.constexpr = src.g.dtype.primitive_bitwidth
-    kq = ring.kq._reinterpret(dtype, [groups, T.wide, 32, K], stack_layout(gl.num_warps(), 32, K, 16)).index(at)
-    ki = ring.ki._reinterpret(dtype, [groups, T.wide, bits, K], stack_layout(gl.num_warps(), bits, K, 16)).index(at)
-    tz = ring.tz._reinterpret(dtype, [groups, T.wide, 32, 16], stack_layout(gl.num_warps(), 32, 16, 16, 32)).index(at)
-    read = ring.read._reinterpret(gl.float32, [groups, T.wide, 16], plain_shared(2)).index(at)
-    write = ring.write._reinterpret(gl.float32, [groups, T.wide, 16], plain_shared(2)).index(at)
-    valid = work.end - work.start - group * (16 * T.wide)
+    kq = ring.kq._reinterpret(dtype, [groups, wide, 32, K], stack_layout(wide, 32, K, 16)).index(at)
+    ki = ring.ki._reinterpret(dtype, [groups, wide, bits, K], stack_layout(wide, bits, K, 16)).index(at)
+    tz = ring.tz._reinterpret(dtype, [groups, wide, 32, 16], stack_layout(wide, 32, 16, 16, 32)).index(at)
+    read = ring.read._reinterpret(gl.float32, [groups, wide, 16], plain_shared(2)).index(at)
+    write = ring.write._reinterpret(gl.float32, [groups, wide, 16], plain_shared(2)).index(at)
+    valid = work.end - work.start - group * (16 * wide)
     together: gl.constexpr = 32 if T.form == "steps" else 16  # rows that the scan reads at once, some of which may lie past the end
     if T.outputs or not quiet(T):  # what is quiet ends before the sequence does
-        if (valid < 16 * T.wide) & (valid % together != 0):
+        if (valid < 16 * wide) & (valid % together != 0):
             clear_rows(ring.kq, at, valid, 0.0, 32, K, T)
             clear_rows(ring.g, at, valid, neutral_gate(T), 16, K, T)
             clear_rows(ring.v, at, valid, 0.0, 16, T.R, T)
     down: gl.constexpr = 2.0 ** -anchor(T)
-    rk = gl.full([gl.num_warps(), 16], 1.0, gl.float32, gl.SliceLayout(2, block_layout(gl.num_warps())))
+    rk = gl.full([wide, 16], 1.0, gl.float32, gl.SliceLayout(2, block_layout(gl.num_warps())))
     if T.outputs:
         rq = query_norms(kq, T) if T.l2norm else rk
         write.store(rq * (src.scale * down))
@@ -276,6 +280,8 @@ def prepare_group(ring, src, work, group, at, beta, consts, T: gl.constexpr):
         up = step_tiles(ring, at, consts, T)
         kk, qk = scores(kq, ki, T)
         across = cross_scores(ring, at, up, T)
+    elif T.spread:
+        kk, qk = spread_tiles(ring, at, work, group, consts, T)
     elif T.form == "halves":
         kk, qk = half_tiles(ring, at, consts, T)
     else:
@@ -315,20 +321,22 @@ def prep_turns(ring, src, work, before, first, begin, end, T: gl.constexpr):
     sharers: gl.constexpr = 2 if T.cluster else 1
     rank = rank_of(T)
     preps: gl.constexpr = 1 if parted(T) else T.preps
-    if T.form == "halves":
+    if T.spread:
+        consts = spread_constants(src, work, T)
+    elif T.form == "halves":
         consts = half_constants(src, work, T)
     elif T.form == "steps":
         consts = step_constants(src, work, T)
     else:
         consts = decay_constants(src, work, T)
-    raw, live = load_beta(src, work, sharers * (begin * preps + first) + rank + work.steps * 0)
+    raw, live = load_beta(src, work, sharers * (begin * preps + first) + rank + work.steps * 0, T)
     for turn in range(begin, end):
         n = turn * preps + first
         group = sharers * n + rank
         at = (before + n) % own
         phase = ((before + n) // own) & 1
         beta = activate_beta(raw, live, T)
-        raw, live = load_beta(src, work, group + sharers * preps)  # a turn ahead: nothing waits for it
+        raw, live = load_beta(src, work, group + sharers * preps, T)  # a turn ahead: nothing waits for it
         mbarrier.wait(ring.full.index(at), phase)
         prepare_group(ring, src, work, group, at, beta, consts, T)
         mbarrier.arrive(ring.ready.index(at), count=1)

@@ -62,7 +62,7 @@ def solve_first(ring, s, XO, v, XO2):
     D = gl.convert_layout((to_f32(v) + X * read).to(ring.kq.dtype), gl.DotOperandLayout(0, L32, 2))
     zero = gl.zeros([v.shape[0], 32], gl.float32, L32)
     RO = warpgroup_mma(D, ring.tz.index(2 * s).permute((1, 0)), zero, use_acc=False, is_async=True)
-    return RO, O, warpgroup_mma(D, ring.cross.index(s).permute((1, 0)), XO2, is_async=True)
+    return RO, O, warpgroup_mma(D, ring.beside.index(s).permute((1, 0)), XO2, is_async=True)
 
 
 @gluon.jit
@@ -93,7 +93,7 @@ def skip_steps(ring, S, count, rank, T: gl.constexpr):
         X = warpgroup_mma_wait(1, deps=(X,))
         D = gl.convert_layout((to_f32(v) + X * read).to(dtype), D16)
         Rt = warpgroup_mma(D, ring.tz.index(2 * s).slice(0, 16, dim=0).permute((1, 0)), zero, use_acc=False, is_async=True)
-        Y = warpgroup_mma(D, ring.cross.index(s).slice(0, 16, dim=0).permute((1, 0)), Y, is_async=True)
+        Y = warpgroup_mma(D, ring.beside.index(s).slice(0, 16, dim=0).permute((1, 0)), Y, is_async=True)
         v = load_values(ring, 2 * s + 1, 0, R)
         read = ring.read.index(2 * s + 1).load(L16)
         Rt = warpgroup_mma_wait(1, deps=(Rt,))

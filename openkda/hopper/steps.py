@@ -128,7 +128,7 @@ def cross_blocks(ring, at, acc, T: gl.constexpr):
     x = gl.convert_layout(acc.to(dtype), gl.DotOperandLayout(0, mma, 2), assert_trivial=True)
     count: gl.constexpr = 32 if T.outputs else 16
     found = mma_v2(x, T0, gl.zeros([2, count, 16], gl.float32, mma)).to(dtype)
-    cross = ring.cross._reinterpret(dtype, [T.groups, 2, 32, 16], cross_shared()).index(at)
+    cross = ring.beside._reinterpret(dtype, [T.groups, 2, 32, 16], cross_shared()).index(at)
     cross.slice(0, count, dim=1).store(found)
 
 

@@ -226,13 +226,23 @@ class Ring(NamedTuple):
     ki: object  # [blocks, 16, K], or the first of twice as many rows: k / exp(G) or kg, in the bytes of g
     v: object  # [blocks, 16, R]
     tz: object  # [blocks, 32, 16] (T0, Z T0)
-    cross: object  # [blocks / 2, 32, 16], steps.py; else tz
+    beside: object  # what a form needs beside these: [blocks / 2, 32, 16], steps.py; Spread, spread.py; else tz
     decay: object  # [blocks, 1, K] fp32 exp(G_C)
     read: object  # [blocks, 1, 16] fp32 -r_k
     write: object  # [blocks, 1, 16] fp32 scale r_q
     full: object  # [groups] barriers: the raw tiles have landed, requested by operand and two blocks at a time
     ready: object  # [groups] the group is prepared
     empty: object  # [blocks / 2] the scan is done with two blocks
+
+
+class Spread(NamedTuple):
+    """What spread.py keeps of a group beside the ring"""
+
+    columns: object  # [wide, 16, K] k exp(-G)
+    across: object  # [wide, 16, K] the same times exp(n + SHIFT); the last 8 rows are not read
+    edges: object  # [4, K] fp32: the last rows of the sums of a step's halves
+    grown: object  # [4, K] fp32: their q
+    down: object  # [wide / 2, 2, K] exp(n)
 
 
 @gluon.constexpr_function
@@ -291,6 +301,15 @@ def quiet_groups(work, T: gl.constexpr):
 
 
 @gluon.jit
+def make_spread(dtype: gl.constexpr, T: gl.constexpr):
+    columns = gl.allocate_shared_memory(dtype, [T.wide, 16, T.K], tile_layout(16))
+    across = gl.allocate_shared_memory(dtype, [T.wide, 16, T.K], tile_layout(16))
+    edges = gl.allocate_shared_memory(gl.float32, [4, T.K], plain_shared(2))
+    grown = gl.allocate_shared_memory(gl.float32, [4, T.K], plain_shared(2))
+    return Spread(columns, across, edges, grown, gl.allocate_shared_memory(dtype, [T.wide // 2, 2, T.K], plain_shared(2)))
+
+
+@gluon.jit
 def make_ring(src, T: gl.constexpr):
     K: gl.constexpr = T.K
     R: gl.constexpr = T.R
@@ -305,6 +324,7 @@ def make_ring(src, T: gl.constexpr):
     v = gl.allocate_shared_memory(dtype, [blocks, 16, R], tile_layout(16))
     tz = gl.allocate_shared_memory(dtype, [blocks, 32, 16], tile_layout(16, 32))
     cross = gl.allocate_shared_memory(dtype, [blocks // 2, 32, 16], tile_layout(16, 32)) if T.form == "steps" else tz
+    beside = make_spread(dtype, T) if T.spread else cross
     decay = gl.allocate_shared_memory(gl.float32, [blocks, 1, K], plain_shared(2))
     scales: gl.constexpr = SCALES if T.cluster else blocks
     read = gl.allocate_shared_memory(gl.float32, [scales, 1, 16], plain_shared(2))
@@ -319,7 +339,7 @@ def make_ring(src, T: gl.constexpr):
         mbarrier.init(ready.index(s), count=1)
     if T.cluster:
         mbarrier.init(ready.index(groups), count=1)
-    return Ring(kq, g, ki, v, tz, cross, decay, read, write, full, ready, empty)
+    return Ring(kq, g, ki, v, tz, beside, decay, read, write, full, ready, empty)
 
 
 @gluon.jit
