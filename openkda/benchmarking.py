@@ -328,6 +328,8 @@ class Benchmark:
     name: str
     gpu_shapes: tuple[str, ...]
     cpu_shapes: tuple[str, ...]
+    names: tuple[str, ...]  # of ours
+    gpu_names: tuple[str, ...]  # those that a GPU is timed with unless others are asked for
     cells: Callable[[Shape, Sequence[str], Sequence[str], torch.device, float], list]  # (shape, regimes, gates, device, bandwidth)
     measure: Callable[..., Row]  # (cell, implementation, split_host=)
     ours: Callable[[str], Implementation]
@@ -350,4 +352,4 @@ class Benchmark:
                 torch.cuda.empty_cache()
 
 
-FORWARD = Benchmark("forward", GPU_SHAPES, CPU_SHAPES, cells_of, measure, our, foreign)
+FORWARD = Benchmark("forward", GPU_SHAPES, CPU_SHAPES, backends.NAMES, ("hopper", "portable"), cells_of, measure, our, foreign)

@@ -1,7 +1,8 @@
 """Timing of a training step: forward, then the gradients of q, k, v, gate, beta, A_log and dt_bias for a random gradient of o.
 
 The columns mean what they mean for the forward (benchmarking.py); `forward_ms` is the forward alone, under autograd. No states are given
-or asked for. The floor counts the forward's bytes, the inputs a second time, the gradient of o and the gradients written.
+or asked for. A backend's name with `-kept` is the backend with disable_recompute. The floor counts the forward's bytes, the inputs a second
+time, the gradient of o and the gradients written.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from openkda.timing import eager_ms, graph_ms, host_us
 GPU_SHAPES = ("T8192_H32", "T32768_H16", "2x4096_H64", "docs64_H32")
 CPU_SHAPES = ("T512_H2",)
 ORACLE_TOKENS = 8192  # longest call whose gradients are held against fp64
+KEPT = "-kept"  # behind the name of a backend: its forward keeps what its gradients would else compute anew
+NAMES = ("hopper", "hopper-kept", "portable", "portable-kept", "torch")
 LEAVES = ("q", "k", "v", "g", "beta", "A_log", "dt_bias")
 
 
@@ -101,12 +104,13 @@ def step_bytes(p: Problem) -> int:
 
 def our(name: str) -> Implementation:
     """A backend of this library; its gradients come from the backend that dispatch chooses for them."""
+    backend = name.removesuffix(KEPT)
 
     def bind(args: Args) -> Training:
         leaves = leaves_of(args)
-        return Training(lambda: chunk_kda(**args | leaves, backend=name)[0], leaves)
+        return Training(lambda: chunk_kda(**args | leaves, backend=backend, disable_recompute=name != backend)[0], leaves)
 
-    return Implementation(name, True, partial(backends.why_not, name), bind)
+    return Implementation(name, True, partial(backends.why_not, backend), bind)
 
 
 def foreign(peer: Peer, shapes: tuple[str, ...] | None = None) -> Implementation:
@@ -135,7 +139,7 @@ def _measure(cell: Cell, impl: Implementation, values: dict[str, object]) -> Non
         return torch.autograd.grad(o, leaves, cell.do.view(o.shape))
 
     if impl.ours:
-        values["gradients_by"] = backends.choose_backward(cell.problem, impl.name)
+        values["gradients_by"] = backends.choose_backward(cell.problem, impl.name.removesuffix(KEPT))
     grads = twice(step, cell.device, values)
     if training.raw:
         values["err_grads"] = cell.errors(dict(zip(training.leaves, grads)))
@@ -148,4 +152,4 @@ def _measure(cell: Cell, impl: Implementation, values: dict[str, object]) -> Non
         values["graph_ms"] = graph_ms([step], values["eager_ms"])
 
 
-TRAINING = Benchmark("training", GPU_SHAPES, CPU_SHAPES, cells_of, measure, our, foreign)
+TRAINING = Benchmark("training", GPU_SHAPES, CPU_SHAPES, NAMES, NAMES[:3], cells_of, measure, our, foreign)

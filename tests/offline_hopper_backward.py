@@ -32,8 +32,17 @@ def compile_segments(target: str) -> None:
     compile_gradients(target, Scans(1, 1))
 
 
-def compile_gradients(target: str, scans: Scans = WHOLE, problems: dict[str, dict[str, object]] = PROBLEMS) -> None:
-    """Compile the gradients of every problem. `parameters`: the dtype of A_log and dt_bias."""
+def compile_walks(target: str) -> None:
+    """A forward that keeps and its gradients, side by side and one after the other."""
+    for scans, names in ((Scans(walks=True, beside=True), ("all options", "64 channels")), (Scans(walks=True), ("softplus",))):
+        for part in ("forward", "rest"):
+            compile_gradients(target, scans, {name: PROBLEMS[name] for name in names}, part)
+
+
+def compile_gradients(
+    target: str, scans: Scans = WHOLE, problems: dict[str, dict[str, object]] = PROBLEMS, part: str = "all"
+) -> None:  # fmt: skip
+    """Compile the gradients of every problem, or a part of them. `parameters`: the dtype of A_log and dt_bias."""
     for options in problems.values():
         options = dict(options)
         dtype = options.pop("parameters", torch.float32)
@@ -42,5 +51,5 @@ def compile_gradients(target: str, scans: Scans = WHOLE, problems: dict[str, dic
         needs = tuple(getattr(inputs, name) is not None for name in TENSORS)
         kinds = tuple(None if x is None else dtype for x in (inputs.A_log, inputs.dt_bias))
         kinds += (None if inputs.cu_seqlens is None else inputs.cu_seqlens.dtype,)
-        for launch in script(problem, needs, scans, None, kinds, problem.state_dtype, False).launches:
+        for launch in script(problem, needs, scans, None, kinds, problem.state_dtype, False, part).launches:
             launch.compile()

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
-from openkda import benchmarking, chunk_kda, peers
+from openkda import benchmarking, benchmarking_training, chunk_kda, peers
 from openkda.benchmarking import (
     CPU_SHAPES,
     GPU_SHAPES,
@@ -27,7 +27,7 @@ from openkda.benchmarking import (
     our,
 )
 from openkda.benchmarking_training import LEAVES, TRAINING, gradient_oracle
-from openkda.cli import bench_run
+from openkda.cli import bench_plot, bench_run
 from openkda.cli.bench import bench
 from openkda.testing import Case, oracle, relative_error
 from openkda.timing import copy_bandwidth, eager_ms
@@ -389,6 +389,22 @@ def test_training_step(name, gate):
     p = cell.problem
     inputs = floor_bytes(p) - 2 * p.T * p.HV * p.V
     assert math.isclose(row.floor_ms, 1e3 * (3 * inputs + 4 * p.T * p.HV * p.V) / 1e9)
+
+
+def test_training_that_keeps(monkeypatch):
+    """A name with -kept is its backend with disable_recompute."""
+    (cell,) = TRAINING.cells(Shape.parse("T40_H2_D8"), ["mixed"], ["bounded"], CPU, 1e9)
+    asked = []
+
+    def call(backend, disable_recompute, **args):
+        asked.append((backend, disable_recompute))
+        return (None,)
+
+    monkeypatch.setattr(benchmarking_training, "chunk_kda", call)
+    for name in TRAINING.names:
+        TRAINING.ours(name).bind(cell.case.args).forward()
+    assert asked == [(name.partition("-")[0], name.endswith("-kept")) for name in TRAINING.names]
+    assert set(TRAINING.gpu_names) <= set(TRAINING.names) == set(bench_plot.OURS)
 
 
 def test_gradient_oracle_is_the_recurrence(device):

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, safe_open
 from typer.testing import CliRunner
 
-from openkda import __version__
+from openkda import __version__, backends
 from openkda.cli import check as check_module
 from openkda.cli import explain as explain_module
 from openkda.cli.app import app
@@ -346,6 +346,15 @@ def test_explain_says_who_serves_and_what_moves(tmp_path):
     printed = openkda("explain", "--device", "cpu", "--lengths", "100,0,7", "--heads", 2, "--value-heads", 4, "--draw", picture)
     assert "chunk_kda runs on torch" in printed and "3 sequences in T=107" in printed
     assert "chunk_kda runs on portable" in openkda("explain", "--device", "rocm", "--gate", "softplus", "--draw", picture)
+
+
+def test_explain_says_what_a_forward_keeps():
+    device = explain_module.Device("cuda", (9, 0))
+    says = lambda **sizes: explain_module.choices(explain_module.describe_call(device=device, grad=True, **sizes), "hopper")[-1]
+    if backends.why_not("hopper", explain_module.describe_call(device=device)) is None:
+        assert "beside the kernels" in says(T=8192, H=32)
+        assert "by themselves" in says(T=8192, H=32, gate="softplus") and "by themselves" in says(T=1024, H=32, B=4)
+        assert all("nothing is kept" in says(**sizes) for sizes in (dict(lengths=(3, 4)), dict(T=2**17, H=1), dict(dtype="fp16")))
 
 
 def test_explain_refuses_in_one_sentence(tmp_path):

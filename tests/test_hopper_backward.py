@@ -1,6 +1,10 @@
 """The Hopper backend's gradient kernels against fp64 autograd of the recurrence: plain Triton, so the interpreter runs them too."""
 
+import os
+import subprocess
+import sys
 from functools import partial
+from pathlib import Path
 
 import gradients_case
 import pytest
@@ -305,7 +309,7 @@ def test_why_not():
 
 
 # Bytes per thread. Two overlapping blocks of eight warps that spill a little beat one that does not; levels are for very fast gates only.
-SPILLS = {"prepare_operands_kernel": 112, "fused_gradients_kernel": 56, "fused_levels_kernel": 32}
+SPILLS = {"prepare_operands_kernel": 112, "fused_gradients_kernel": 56, "fused_levels_kernel": 32, "forward_walk_kernel": 8}
 
 
 def test_offline_compile():
@@ -320,6 +324,14 @@ def test_offline_compile():
         "sums_kernel",
     }
     assert {k.name for k in kernels} == names
+    for k in kernels:
+        assert k.spills <= SPILLS.get(k.name, 0), k
+        assert k.shared <= SHARED_LIMIT["sm_90"], k
+
+
+def test_offline_compile_of_walks():
+    kernels = in_subprocess("sm_90", "offline_hopper_backward:compile_walks")
+    assert {"forward_walk_kernel", "reverse_walk_kernel", "prepare_operands_kernel", "fused_gradients_kernel"} <= {k.name for k in kernels}
     for k in kernels:
         assert k.spills <= SPILLS.get(k.name, 0), k
         assert k.shared <= SHARED_LIMIT["sm_90"], k
@@ -348,6 +360,91 @@ def test_through_chunk_kda(device, regime, bounded, dtype):
     torch.autograd.backward(chunk_kda(**args, backend="hopper"), cotangents(case))
     for triple in gradient_triples(case, {n: args[n].grad for n in TENSORS if n != "A_log"}):
         assert_close(*triple)
+
+
+KEPT = [
+    dict(), dict(bounded=False), dict(qk_l2norm=False, raw=False), dict(B=3, T=288, H=1, HV=2), dict(V=64, state_v_first=True),
+    dict(H=48, B=2, T=64), dict(K=64, T=31, state_dtype=torch.bfloat16),
+]  # fmt: skip
+
+
+@pytest.mark.hopper
+@pytest.mark.parametrize("options", KEPT, ids=str)
+@pytest.mark.parametrize("regime", ["random", "init", "mixed"])
+def test_a_forward_that_keeps(device, regime, options):
+    """disable_recompute=True: outputs and gradients within earned tolerances, the gradients bit for bit those without it, in every run and
+    from a graph that is used twice."""
+    case = make_case(regime, **{**dict(T=333, H=2, K=128, V=128, dtype=torch.bfloat16, bounded=True), **options}, device=device)
+    args = leaves(case)
+    inputs = {n: args[n] for n in TENSORS if args.get(n) is not None}
+    out = chunk_kda(**args, backend="hopper", disable_recompute=True)
+    assert len(out[0].grad_fn.saved_tensors) > len(TENSORS) + 1
+    for name, found, expected, twin in zip(("o", "final_state"), out, case.oracle, case.twin):
+        assert_close(name, found, expected, twin)
+    first = torch.autograd.grad(out, list(inputs.values()), cotangents(case), retain_graph=True)
+    for triple in gradient_triples(case, {n: x for n, x in zip(inputs, first) if n != "A_log"}):
+        assert_close(*triple)
+    for _ in range(4):
+        again = torch.autograd.grad(out, list(inputs.values()), cotangents(case), retain_graph=True)
+        assert all(map(torch.equal, first, again))
+    for kept in (True, False):
+        found = testing.gradients(case, backend="hopper", disable_recompute=kept)
+        assert all(torch.equal(x, found[n]) for n, x in zip(inputs, first))
+
+
+@pytest.mark.hopper
+def test_only_what_is_needed_of_a_forward_that_keeps(device):
+    """The gradient of one input alone, strided inputs: as with everything asked for, bit for bit."""
+    case = make_case("init", T=128, H=2, K=128, V=128, dtype=torch.bfloat16, device=device)
+    everything = testing.gradients(case, backend="hopper", disable_recompute=True)
+    wide = {n: torch.cat([case.args[n]] * 2, -1)[..., : case.args[n].shape[-1]] for n in ("q", "k", "v", "g", "beta")}
+    strided = testing.gradients(Case({**case.args, **wide}, "init"), backend="hopper", disable_recompute=True)
+    assert all(torch.equal(x, strided[n]) for n, x in everything.items())
+    for wanted in (("initial_state",), ("v",), ("g", "beta")):
+        found = testing.gradients(case, wanted, backend="hopper", disable_recompute=True)
+        assert set(found) == set(wanted) and all(torch.equal(x, everything[n]) for n, x in found.items())
+
+
+@pytest.mark.hopper
+def test_a_forward_that_keeps_where_launches_do_not_overlap(device, tmp_path):
+    """Its walk waits for tiles that a later launch makes: it gives up, and is done behind that one."""
+    code = (
+        "import sys, torch\nfrom openkda import testing\n"
+        "case = testing.make_case('init', T=100, H=2, K=128, V=128, dtype=torch.bfloat16, device='cuda')\n"
+        "torch.save(testing.gradients(case, backend='hopper', disable_recompute=True), sys.argv[1])"
+    )
+    environment = os.environ | {"CUDA_LAUNCH_BLOCKING": "1"}
+    command, root = [sys.executable, "-c", code, str(tmp_path / "found.pt")], Path(__file__).parents[1]
+    done = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    found = torch.load(tmp_path / "found.pt")
+    case = make_case("init", T=100, H=2, K=128, V=128, dtype=torch.bfloat16, device=device)
+    expected = testing.gradients(case, backend="hopper", disable_recompute=True)
+    assert all(torch.equal(x, found[name]) for name, x in expected.items())
+
+
+@pytest.mark.hopper
+def test_memory_of_a_forward_that_keeps(device):
+    """What is kept goes with the graph."""
+    case = make_case("init", T=4096, H=8, K=128, V=128, dtype=torch.bfloat16, initial_state=False, device=device)
+    args = leaves(case)
+    row = args["q"].numel() * 2
+
+    def held(kept: bool) -> tuple[int, torch.Tensor]:
+        before = torch.cuda.memory_allocated()
+        o, _ = chunk_kda(**args, backend="hopper", disable_recompute=kept)
+        return torch.cuda.memory_allocated() - before, o
+
+    for kept, rows in ((False, 2), (True, 11)):
+        size, o = held(kept)
+        assert size <= rows * row
+        o.sum().backward()
+        for x in args.values():
+            if isinstance(x, torch.Tensor):
+                x.grad = None
+        before = torch.cuda.memory_allocated()
+        del o
+        assert before - torch.cuda.memory_allocated() <= 2 * row
 
 
 @pytest.mark.parametrize("d", [1, 2, 3, 7, 32, 96, 641, 65535, 65536, 2**31 - 1])

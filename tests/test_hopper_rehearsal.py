@@ -13,9 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from openkda import hopper
 from openkda.hopper import gradients
 from openkda.hopper import launch as launch_of_forward
-from openkda.hopper.backward_config import Scans, choose_scans
+from openkda.hopper.backward_config import Scans, choose_scans, keeping
 from openkda.hopper.rehearsal import ALIGNMENT, rehearse
-from openkda.hopper.runtime import Matrix, Pointer, launch, on_device
+from openkda.hopper.runtime import Launch, Matrix, Pointer, launch, on_device, start
 from openkda.problem import Problem
 from openkda.testing import make_case
 
@@ -65,6 +65,28 @@ def test_operands_are_numbered_as_the_call_gives_them():
     assert none is None and out.shape == (3, 8) and out.dtype == torch.float32
 
 
+def touch_beside(*operands: torch.Tensor | None) -> None:
+    """A launch that starts beside the one before it"""
+    make = lambda: Launch("kernel", (1, 1, 1), tuple(Pointer(n, x.dtype) for n, x in enumerate(operands)), (), 4, pdl=True)
+    start(make, (), operands, operands[0].device)
+
+
+def test_launches_side_by_side_share_nothing():
+    """What the first of two launches is done with is still in use when the second, beside it, begins; not so what came before both."""
+
+    def call(x):
+        a, b, c, result = (torch.empty(64, device=x.device) for _ in range(4))
+        touch(x, a)
+        touch(x, b)
+        touch_beside(c, result)
+        return [result]
+
+    (_, a), (_, b), (c, result) = places(rehearse(call, (meta(1),), False))
+    assert a in (b, c) and b != c and result == (1, 0)
+    *_, (c, result) = places(rehearse(call, (meta(1),), True))
+    assert c != result == (1, 0)
+
+
 @pytest.mark.parametrize("scratch", [True, False])
 def test_memory_is_shared_by_what_is_not_needed_at_once(scratch):
     """a is done with when c comes, and fits into a result of later; b is still needed."""
@@ -106,7 +128,7 @@ def kinds_of(p: Problem) -> tuple[torch.dtype | None, ...]:
     return tuple(dtype if given else None for given, dtype in there)
 
 
-SCANS = {"whole": Scans(), "cut": Scans(1, 1)}
+SCANS = {"whole": Scans(), "cut": Scans(1, 1), "walks": Scans(walks=True), "beside": Scans(walks=True, beside=True)}
 OPTIONS = {
     "plain": dict(), "float16": dict(dtype=torch.float16, bounded=False), "no states": dict(initial_state=False),
     "ragged": dict(lengths=(70, 3), H=1, HV=2), "unbounded": dict(bounded=False), "gate computed outside": dict(raw=False, B=3),
@@ -116,13 +138,17 @@ OPTIONS = {
 @pytest.mark.parametrize("scans", SCANS.values(), ids=SCANS)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_gradients_lie_apart(options, scans):
-    """No launch finds two of its operands in one place, except as it was described: memory of a tensor that it sees in two ways."""
+    """No launch, or two that run side by side, find two of their operands in one place, except as it was described: memory of a tensor
+    that they see in two ways."""
     p = problem(**options)
+    if (scans.walks and p.dtype != torch.bfloat16) or (scans.beside and (p.varlen or not p.bounded)):
+        return
     with Nothing():
         found = gradients.script(p, ALL, scans, None, kinds_of(p), torch.float32, False)
     work = 14 + 8 + len(found.constants)  # what is given, the gradients
+    extents: set[tuple[int, int, int]] = set()
     for one in found.launches:
-        extents = set()
+        extents = extents if one.pdl else set()
         for x in one.args:
             if isinstance(x, Matrix):
                 extents.add((x.operand, x.offset, x.offset + x.rows * x.columns * x.dtype.itemsize))
@@ -135,10 +161,41 @@ def test_gradients_lie_apart(options, scans):
 def test_tiles_wait_in_the_gradients():
     """What only the scans read lies in results that are written after them: the workspace holds states, r and little else."""
     p = problem().replace(T=8192, H=32, HV=32)
-    found = gradients.script(p, ALL, choose_scans(p), None, kinds_of(p), None, False)
     row = p.T * p.HV * p.K * p.dtype.itemsize
-    assert found.size <= 10 * row
-    assert found.size + 3 * row <= gradients.script(p, ALL, choose_scans(p), None, kinds_of(p), None, True).size + row // 8
+    for scans in (Scans(), Scans(walks=True)):
+        found = gradients.script(p, ALL, scans, None, kinds_of(p), None, False)
+        assert found.size <= 10 * row
+        assert found.size + 3 * row <= gradients.script(p, ALL, scans, None, kinds_of(p), None, True).size + row // 8
+    assert gradients.script(p, ALL, Scans(walks=True, beside=True), None, kinds_of(p), None, False).size <= 13 * row
+
+
+def kernels(launches) -> list[str]:
+    return [x.kernel.rpartition(".")[2] for x in launches]
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_what_a_forward_keeps_is_not_computed_anew(beside):
+    """The two parts of a call make the launches of the whole, and what the first leaves is what the second is given."""
+    p = problem()
+    call = p, ALL, Scans(walks=True, beside=beside), None, kinds_of(p), torch.float32, False
+    with Nothing():
+        whole, first, rest = (gradients.script(*call, part) for part in ("all", "forward", "rest"))
+    assert kernels(first.launches) + kernels(rest.launches) == kernels(whole.launches)
+    assert kernels(first.launches) == ["forward_walk_kernel"] * beside + ["prepare_operands_kernel", "forward_walk_kernel"]
+    o, final_state, h, r, *tiles = first.results
+    assert o.shape == (p.B, p.T, p.HV, p.V) and final_state.shape == p.state_shape
+    assert h.shape == (3, p.HV, p.V, p.K) and r.shape == (3, p.HV, p.V, 32) and len(tiles) == 8
+    second = kernels(x for x in (*first.launches, *rest.launches) if x.pdl)
+    assert second == ["prepare_operands_kernel", "fused_gradients_kernel"] * beside
+
+
+@pytest.mark.parametrize("options", [*OPTIONS.values(), dict(T=0), dict(T=2**17, H=1), dict(B=4, H=32), dict(B=0)], ids=str)
+def test_which_calls_keep(options):
+    """Those of fixed batches in bf16 whose sequences are not cut for the scans; side by side where the walks leave room for it."""
+    p = problem(**options)
+    scans = keeping(p)
+    assert (scans is not None) == (p.dtype == torch.bfloat16 and not p.varlen and p.B * p.T > 0 and not choose_scans(p).steps)
+    assert scans is None or (scans.walks and scans.beside == (p.bounded and p.N * p.HV * p.V <= 96 * 64))
 
 
 def test_what_is_foreseen_is_what_is_launched():

@@ -31,12 +31,13 @@ import torch
 
 from openkda.hopper import launch
 from openkda.hopper.config import Cut, config_of
-from openkda.hopper.gradients import gradients
+from openkda.hopper.gradients import gradients, keep
 from openkda.testing import make_case
 
 TOOLS = ("memcheck", "racecheck", "synccheck")
 ALONE = "hand-over alone"
-HOLDERS = {"prefill.py", "hand_over.py"}  # files whose functions hold a `warp_specialize` statement and no access to shared memory
+# files whose functions hold a `warp_specialize` statement and no access to shared memory
+HOLDERS = {"prefill.py", "backward_walk.py", "hand_over.py"}
 LINE = re.compile(r" in (\S+?:\d+)")
 ACCESS = re.compile(r"(?:Read|Write) access at \S+ in (\S+?):\d+")
 CASES = {  # arguments of make_case, and how to cut the call
@@ -68,6 +69,8 @@ CASES = {  # arguments of make_case, and how to cut the call
     ),
     "gradients": dict(regime="mixed", T=75, B=2, H=2, gradients=True),
     "gradients, ragged, grouped values": dict(regime="init", lengths=(5, 0, 33, 130, 1, 64), H=1, HV=2, gradients=True),
+    "gradients of a forward that keeps": dict(regime="mixed", T=331, B=2, H=2, kept=True),
+    "gradients of a forward that keeps, unbounded gate": dict(regime="init", T=75, H=1, HV=2, bounded=False, kept=True),
 }
 
 
@@ -77,11 +80,14 @@ def run_case(name: str) -> None:
         hand_over.run()
         return
     args = {**dict(K=128, dtype=torch.bfloat16, state_v_first=True, device="cuda"), **CASES[name]}
-    cut, backward = args.pop("cut", None), args.pop("gradients", False)
+    cut, backward, kept = args.pop("cut", None), args.pop("gradients", False), args.pop("kept", False)
     problem, inputs = make_case(args.pop("regime"), **args).described()
-    o, final_state, _ = launch.forward(problem, inputs, cut and config_of(problem, cut, (0.0, 0.0)))
-    if backward:
-        gradients(problem, inputs, (True,) * 8, o, torch.randn_like(o), torch.randn_like(final_state))
+    if kept:
+        o, final_state, saved = keep(problem, inputs)
+    else:
+        (o, final_state, _), saved = launch.forward(problem, inputs, cut and config_of(problem, cut, (0.0, 0.0))), ()
+    if backward or kept:
+        gradients(problem, inputs, (True,) * 8, o, torch.randn_like(o), torch.randn_like(final_state), saved)
     torch.cuda.synchronize()
 
 

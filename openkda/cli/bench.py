@@ -16,7 +16,12 @@ def bench(
     regimes: Annotated[str, typer.Option(help="Gate regimes: random, init, trained, zero, extreme, mixed.")] = "random,init,trained",
     gates: Annotated[str, typer.Option(help="Gate forms: bounded, softplus.")] = "bounded,softplus",
     ours: Annotated[
-        str, typer.Option("--backends", help="Ours: hopper, portable, torch, or 'auto' (torch on a CPU, the other two on a GPU).")
+        str,
+        typer.Option(
+            "--backends",
+            help="Ours: hopper, portable, torch, or 'auto' (torch on a CPU, the other two on a GPU); of a training step hopper-kept and \
+portable-kept too, with disable_recompute.",
+        ),
     ] = "auto",
     peers: Annotated[
         str,

@@ -13,7 +13,10 @@ from matplotlib.patches import Patch
 from openkda.benchmarking import Row
 from openkda.cli.plots import save
 
-OURS = {"hopper": ("#0b6e4f", "#7cc9a8"), "portable": ("#12355b", "#7fa3cf"), "torch": ("#555555", "#aaaaaa")}  # bounded, softplus
+OURS = {  # bounded, softplus
+    "hopper": ("#0b6e4f", "#7cc9a8"), "hopper-kept": ("#3f7d20", "#a9cf7c"), "portable": ("#12355b", "#7fa3cf"),
+    "portable-kept": ("#4a3f7d", "#a59fcf"), "torch": ("#555555", "#aaaaaa"),
+}  # fmt: skip
 PEERS = ("#c1440e", "#e08e45", "#f2c57c", "#8d6a9f", "#bfa2cf", "#d9b8b0", "#7a5c58")
 
 

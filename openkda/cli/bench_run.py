@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from openkda import __version__, backends
+from openkda import __version__
 from openkda.benchmarking import FORWARD, GATES, Benchmark, Implementation, Row, Shape
 from openkda.benchmarking_training import TRAINING
 from openkda.cli.errors import BadInput, refusals
@@ -116,8 +116,8 @@ def _names(option: str, text: str, known: tuple[str, ...] = (), *, all_: tuple[s
 
 def _ours(what: Benchmark, text: str, where: torch.device) -> list[Implementation]:
     if text == "auto":
-        return [what.ours(name) for name in (("hopper", "portable") if where.type == "cuda" else ("torch",))]
-    return [what.ours(name) for name in _names("backends", text, backends.NAMES)]
+        return [what.ours(name) for name in (what.gpu_names if where.type == "cuda" else ("torch",))]
+    return [what.ours(name) for name in _names("backends", text, what.names)]
 
 
 def _peers(what: Benchmark, text: str, where: torch.device) -> list[Implementation]:

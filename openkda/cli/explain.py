@@ -178,9 +178,11 @@ def choices(p: Problem, chosen: str, lengths: tuple[int, ...] | None = None) -> 
     else:
         sentences.append(f"Gradients: the kernels of the {backward} backend.")
     if backward == "hopper":
-        from openkda.hopper.backward_config import choose_scans
+        from openkda.hopper.backward_config import choose_scans, keeping
 
         sentences.append(f"Their scans over chunks: {choose_scans(p, lengths).reason}.")
+        kept = keeping(p)
+        sentences.append(f"With disable_recompute=True {'nothing is kept' if kept is None else kept.reason}.")
     return sentences
 
 

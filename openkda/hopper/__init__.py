@@ -13,7 +13,7 @@ from openkda.problem import Inputs, Problem
 
 Results = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 
-__all__ = ["backward", "forward", "why_not", "why_not_backward"]
+__all__ = ["backward", "forward", "keep", "why_not", "why_not_backward"]
 
 VERIFIED = ("3.6",)  # Gluon is young: the Triton releases that the kernels are verified with
 installed = cache(version)  # each look reads files, and every new length asks
@@ -52,6 +52,14 @@ def _launcher() -> Callable[[Problem, Inputs], Results]:
     return launch
 
 
+@on_its_device
+def keep(problem: Problem, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor | None, tuple[torch.Tensor | None, ...]]:
+    """o, final_state and what `backward` would else compute anew, nothing where keeping it is no gain"""
+    from openkda.hopper.gradients import keep
+
+    return keep(problem, inputs)
+
+
 def why_not_backward(problem: Problem) -> str | None:
     """None when this backend has kernels for the problem's gradients, else one sentence saying what they lack."""
     p = problem
@@ -67,8 +75,7 @@ def backward(
     problem: Problem, inputs: Inputs, needs: tuple[bool, ...], o: torch.Tensor, do: torch.Tensor | None,
     dfinal_state: torch.Tensor | None, kept: tuple[torch.Tensor, ...] = (),
 ) -> list[torch.Tensor | None]:  # fmt: skip
-    """Gradients of q, k, v, g, beta, A_log, dt_bias, initial_state; None where `needs` is False. Arguments as portable.backward's; nothing
-    is ever kept."""
+    """Gradients of q, k, v, g, beta, A_log, dt_bias, initial_state; None where `needs` is False. Arguments as portable.backward's."""
     from openkda.hopper.gradients import gradients
 
-    return gradients(problem, inputs, needs, o, do, dfinal_state)
+    return gradients(problem, inputs, needs, o, do, dfinal_state, kept)

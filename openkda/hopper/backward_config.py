@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 
+import torch
+
 from openkda.hopper.config import MULTIPROCESSORS, PARTS, WORKSPACE, Batch, batches, makespan
 from openkda.problem import Problem
 
@@ -19,6 +21,7 @@ START = 5.0  # of a launch with its first chunks
 LINK = 1.65  # a link of the chain of summaries
 RATE = 3.8e6  # bytes per microsecond that the scans move at most
 WORTH = 40.0  # what a cut must promise: it adds three launches, and small calls wait for the host already
+BESIDE = 96  # most blocks of a walk that leave enough of the chip to the kernel beside it
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,8 @@ class Scans:
 
     steps: int = 0  # at most so many chunks a segment; 0: sequences are not cut
     tail: int = 0  # chunks from which the state at a segment's end is tried
+    walks: bool = False  # each way by a kernel of its own (backward_walk.py)
+    beside: bool = False  # beside the kernel that makes their tiles, or takes their states
     reason: str = ""
 
 
@@ -74,4 +79,17 @@ def choose_scans(problem: Problem, lengths: tuple[int, ...] | None = None) -> Sc
         return Scans(reason=f"sequences are not cut: about {slow:.0f} us")
     tail = max(1, min(TAIL, steps // 4))
     reason = f"segments of {steps} chunks: about {fast:.0f} us where {tail} chunks forget all before them, else {slow:.0f} us"
-    return Scans(steps, tail, reason)
+    return Scans(steps, tail, reason=reason)
+
+
+@lru_cache(maxsize=1024)
+def keeping(problem: Problem) -> Scans | None:
+    """How the scans of a call run whose forward keeps what its gradients would else compute anew: as walks over whole sequences. None where
+    it does not: ragged batches, fp16 and sequences that are cut for the scans."""
+    p = problem
+    if p.varlen or p.dtype != torch.bfloat16 or p.B * p.T == 0 or choose_scans(p).steps:
+        return None
+    blocks = p.N * p.HV * p.V // ROWS
+    beside = p.bounded and blocks <= BESIDE
+    where = "beside the kernels that make their tiles and take their states" if beside else "by themselves"
+    return Scans(walks=True, beside=beside, reason=f"walks of {blocks} blocks each way, {where}")

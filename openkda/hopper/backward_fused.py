@@ -30,6 +30,7 @@ from typing import NamedTuple
 
 import torch
 
+from openkda.hopper.backward_follow import GROUP, await_flags, end_with_neighbour, walked
 from openkda.hopper.backward_prepare import SPAN, C, half_span
 from openkda.hopper.backward_tiles import (
     DEAD,
@@ -118,8 +119,8 @@ def whole_layout(warps):
 
 
 @gluon.jit
-def request(src, buf, entry, first, head, group, F: gl.constexpr):
-    """Bring all tiles, what is needed first first"""
+def request(src, buf, entry, first, head, group, flags_ptr, groups, F: gl.constexpr):
+    """Bring all tiles, what is needed first first; those that a walk beside this launch writes when its flags are raised"""
     K: gl.constexpr = F.K
     V: gl.constexpr = F.V
     shared = quotient(head, group) * K
@@ -130,6 +131,8 @@ def request(src, buf, entry, first, head, group, F: gl.constexpr):
     for n in gl.static_range(8):
         mbarrier.expect(buf.landed[n], maps[n].block_type.nbytes)
     for n in gl.static_range(8):
+        if F.beside and n == 5:
+            await_flags(flags_ptr, V // 64, groups)
         tma.async_copy_global_to_shared(maps[n], [rows[n], columns[n]], buf.landed[n], tiles[n])
 
 
@@ -291,8 +294,11 @@ def add_pairs(buf, sum_q, read, written, ky, L: gl.constexpr):
 
 
 @gluon.jit(
-    do_not_specialize=["HV", "heads", "heads_shift", "group", "group_shift", "beta_row"], do_not_specialize_on_alignment=["beta_ptr"]
-)
+    do_not_specialize=[
+        "steps", "sequences", "per_sequence", "sequences_shift", "groups", "beta_row", "HV", "heads", "heads_shift", "group", "group_shift"
+    ],
+    do_not_specialize_on_alignment=["beta_ptr"],
+)  # fmt: skip
 def fused_gradients_kernel(
     q_desc, k_desc, g_desc, do_desc, dv_desc, h_desc, dh_desc, r_desc,  # as Sources
     dq_desc, dk_desc, dg_desc,  # [R, HV*K], boxes [32, K]
@@ -303,8 +309,11 @@ def fused_gradients_kernel(
     pairs_ptr, size_ptr,  # [NC, HV, 2, 32, 32] bf16, [NC, HV] fp32: what chunks that are cut leave, or None
     dbeta_ptr,  # [R, HV]
     dA_log_ptr, ddt_bias_ptr,  # [NC, HV, K / 16], [NC, HV, K] fp32 partial sums, or None
+    flags_ptr,  # [N, HV, V / 64, groups] int32, or None
     chunks_ptr,  # [NC, 4] int32
-    beta_row, HV, heads, heads_shift, group, group_shift, scale, lower_bound, shift, F: gl.constexpr, num_warps: gl.constexpr,
+    beta_row, HV, heads, heads_shift, group, group_shift, scale, lower_bound, shift,
+    steps, sequences, per_sequence, sequences_shift, groups,  # of a fixed batch: as `walked` takes them; its flags
+    F: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     K: gl.constexpr = F.K
     L: gl.constexpr = group_layout(32, num_warps)
@@ -317,11 +326,15 @@ def fused_gradients_kernel(
     entry = gl.program_id(0)
     chunk = quotient(entry, (heads, heads_shift))
     head = entry - chunk * HV
+    if F.beside:
+        sequence, met, chunk = walked(chunk, steps, (sequences, per_sequence, sequences_shift), True)
+        entry = chunk * HV + head
+        flags_ptr += (sequence * HV + head) * (F.V // 64) * groups + met // GROUP
     first, length = bounds(chunks_ptr, chunk)
     A_log, bias = load_gate(A_log_ptr, dt_bias_ptr, head, channel, F)
     norms = norms_ptr + entry.to(gl.int64) * 64
     if length > 0:
-        request(src, buf, entry, first, head, (group, group_shift), F)
+        request(src, buf, entry, first, head, (group, group_shift), flags_ptr, groups, F)
         rate, bias, slope, offset, factor = gate_constants(A_log, bias, lower_bound, F)
         nq = gl.load(norms + token)
         nk = gl.load(norms + 32 + token)
@@ -410,13 +423,18 @@ def fused_gradients_kernel(
             gl.store(ddt_bias_ptr + entry.to(gl.int64) * K + channel, total)
         store_tiles((dg,), (dg_desc,), (dg_ptr,), (buf.dg,), first, length, head, HV, K)
         tma.store_wait(0)
+    if F.beside:
+        end_with_neighbour()
 
 
-Q, K_, G, DO, DV, H, DH, R, DQ, DK, DG, BETA, A_LOG, DT_BIAS, NORMS, CUTS, PAIRS, SIZE, DBETA, DA_LOG, DDT_BIAS, CHUNKS = range(22)
+Q, K_, G, DO, DV, H, DH, R, DQ, DK, DG, BETA, A_LOG, DT_BIAS, NORMS, CUTS, PAIRS, SIZE, DBETA, DA_LOG, DDT_BIAS, FLAGS, CHUNKS = range(23)
 
 
-def launch(p: Problem, NC: int, strides: tuple[int, ...], dtypes: tuple[torch.dtype | None, torch.dtype | None]) -> Launch:
-    """Operands by the numbers above. strides: elements between rows of q, k, g, do, beta; dtypes of A_log and dt_bias, None: absent"""
+def launch(
+    p: Problem, NC: int, strides: tuple[int, ...], dtypes: tuple[torch.dtype | None, torch.dtype | None], groups: int
+) -> Launch:  # fmt: skip
+    """Operands by the numbers above. strides: elements between rows of q, k, g, do, beta; dtypes of A_log and dt_bias, None: absent;
+    groups: flags of a block of the walk that runs beside, 0: none does"""
     K, V, HV, tiles = p.K, p.V, p.HV, NC * p.HV
     gate, of_heads, fp32 = p.gate_dtype, torch.float32 if p.group > 1 else p.dtype, torch.float32
     optional = lambda there, operand, dtype: Pointer(operand, dtype) if there else None
@@ -430,21 +448,25 @@ def launch(p: Problem, NC: int, strides: tuple[int, ...], dtypes: tuple[torch.dt
         Pointer(DQ, of_heads), Pointer(DK, of_heads), Pointer(DG, gate), Pointer(BETA, p.beta_dtype),
         optional(of_A_log, A_LOG, dtypes[0]), optional(of_bias, DT_BIAS, dtypes[1]), Pointer(NORMS, fp32),
         optional(not p.bounded, CUTS, torch.int32), optional(not p.bounded, PAIRS, p.dtype), optional(not p.bounded, SIZE, fp32),
-        Pointer(DBETA, p.beta_dtype), optional(of_A_log, DA_LOG, fp32), optional(of_bias, DDT_BIAS, fp32), Pointer(CHUNKS, torch.int32),
-        strides[4], HV, *divider(HV), *divider(p.group), float(p.scale), float(p.lower_bound or 0.0), half_span(p),
+        Pointer(DBETA, p.beta_dtype), optional(of_A_log, DA_LOG, fp32), optional(of_bias, DDT_BIAS, fp32),
+        optional(groups, FLAGS, torch.int32), Pointer(CHUNKS, torch.int32), strides[4], HV, *divider(HV), *divider(p.group), float(p.scale),
+        float(p.lower_bound or 0.0), half_span(p), NC // p.B, p.B, *divider(p.B), groups,
     )  # fmt: skip
-    return Launch(full_name(fused_gradients_kernel), (tiles, 1, 1), args, (form(p),), min(WARPS, K // 16), registers=1024 // WARPS)
+    constants, warps, registers = (form(p, beside=groups > 0),), min(WARPS, K // 16), 1024 // WARPS
+    return Launch(full_name(fused_gradients_kernel), (tiles, 1, 1), args, constants, warps, pdl=groups > 0, registers=registers)
 
 
 def fused_gradients(
     problem: Problem, plan: Plan, inputs: Inputs, norms: torch.Tensor, do: torch.Tensor, h: torch.Tensor, dh: torch.Tensor, r: torch.Tensor,
     dv: torch.Tensor, dq: torch.Tensor, dk: torch.Tensor, dg: torch.Tensor, dbeta: torch.Tensor, cut: torch.Tensor | None,
+    flags: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
     """Write dq, dk (per value head), dg [B, T, HV, K] and dbeta [B, T, HV]; return the terms of A_log's [NC, HV, K / 16] and dt_bias's
     [NC, HV, K] gradient in fp32 (None if absent), to be added in one order: no atomics. Then, for fused_levels, what chunks that are cut
     left: dZ, dA [NC, HV, 2, C, C] over size, and size [NC, HV, 1] fp32 (None without cut).
 
-    Args: norms, cut as Prepared; do, dv [B, T, HV, V]; h, dh, r from both_scans."""
+    Args: norms, cut as Prepared; do, dv [B, T, HV, V]; h, dh, r from both_scans; flags [N, HV, V / 64, groups] int32: those of the
+    reverse walk that was launched just before, beside which this runs (fixed batches)."""
     HV, K, NC, device = problem.HV, problem.K, plan.num_chunks, do.device
     partial = lambda present, *n: torch.empty(NC, HV, *n, dtype=torch.float32, device=device) if present else None
     dA_log, ddt_bias = partial(problem.has_A_log, K // 16), partial(problem.has_dt_bias, K)
@@ -455,7 +477,9 @@ def fused_gradients(
         rows, strides = zip(*map(packed_rows, (inputs.q, inputs.k, inputs.g, do)))
         beta = as_rows(inputs.beta)
         parameters = [None if x is None else dense(x) for x in (inputs.A_log, inputs.dt_bias)]
-        key = (problem, NC, (*strides, beta.stride(0)), tuple(None if x is None else x.dtype for x in parameters))
-        operands = (*rows, dv, h, dh, r, dq, dk, dg, beta, *parameters, norms, cut, pairs, size, dbeta, dA_log, ddt_bias, plan.chunks)
+        dtypes = tuple(None if x is None else x.dtype for x in parameters)
+        key = (problem, NC, (*strides, beta.stride(0)), dtypes, 0 if flags is None else flags.shape[-1])
+        sums = (dbeta, dA_log, ddt_bias)
+        operands = (*rows, dv, h, dh, r, dq, dk, dg, beta, *parameters, norms, cut, pairs, size, *sums, flags, plan.chunks)
         start(launch, key, operands, device)
     return dA_log, ddt_bias, pairs, size

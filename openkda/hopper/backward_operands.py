@@ -13,7 +13,9 @@ Norms are diagonals of Gram matrices on the matrix unit. qx, kx take the place o
 
 Gates without a bound: see backward_prepare.py. A second launch, compiled for `levels`, ends at once where a chunk is not cut, else writes
 kg, and Aqk, T and w of the rows from the cut on. Each level's pairs are a product of its own; its factor is multiplied into q and k in
-place."""
+place.
+
+Beside a walk that waits for its tiles (`beside`), blocks take chunks in the walk's order and raise a flag each (backward_follow.py)."""
 
 from __future__ import annotations
 
@@ -21,11 +23,13 @@ from typing import NamedTuple
 
 import torch
 
+from openkda.hopper.backward_follow import end_with_neighbour, raise_flag, stores_complete, walked
 from openkda.hopper.backward_prepare import C, Prepared, half_span
 from openkda.hopper.backward_tiles import (
     DEAD,
     bounds,
     clear_rows,
+    divider,
     form,
     gate_constants,
     hold,
@@ -255,14 +259,20 @@ def times_keys(buf, T, F: gl.constexpr, L: gl.constexpr):
     return warpgroup_mma_wait(0, deps=(w,))
 
 
-@gluon.jit(do_not_specialize=["HV", "group", "beta_row"], do_not_specialize_on_alignment=["beta_ptr"])
+@gluon.jit(
+    do_not_specialize=["steps", "sequences", "per_sequence", "sequences_shift", "beta_row", "HV", "group"],
+    do_not_specialize_on_alignment=["beta_ptr"],
+)
 def prepare_operands_kernel(
     q_desc, k_desc, g_desc, w_desc, kg_desc, qg_desc, Aqk_desc,  # as Maps
     Aqk_ptr, T_ptr, w_ptr, decay_ptr, norms_ptr, cut_ptr,  # as Prepared
     beta_ptr,  # [R, HV], row stride beta_row
     A_log_ptr, dt_bias_ptr,  # [HV], [HV, K] or None
+    flags_ptr,  # [HV, NC] int32, or None
     chunks_ptr,  # [NC, 4] int32
-    beta_row, HV, group, scale, lower_bound, shift, F: gl.constexpr, num_warps: gl.constexpr,
+    beta_row, HV, group, scale, lower_bound, shift,
+    steps, sequences, per_sequence, sequences_shift,  # of a fixed batch: as `walked` takes them
+    F: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     K: gl.constexpr = F.K
     L: gl.constexpr = group_layout(32, num_warps)
@@ -271,7 +281,11 @@ def prepare_operands_kernel(
     buf = make_buffers(maps, F)
     entry = gl.program_id(0)
     head = entry % HV
-    first, length = bounds(chunks_ptr, entry // HV)
+    chunk = entry // HV
+    if F.beside:
+        _sequence, _met, chunk = walked(chunk, steps, (sequences, per_sequence, sequences_shift), False)
+        entry = chunk * HV + head
+    first, length = bounds(chunks_ptr, chunk)
     cut = 0
     if F.levels:
         cut = gl.load(cut_ptr + entry)
@@ -368,42 +382,61 @@ def prepare_operands_kernel(
             fence_async_shared()
             gl.thread_barrier()
             tma.async_copy_shared_to_global(maps.w, [entry * 32, 0], buf.ky)
-        tma.store_wait(0)
+        if flags_ptr is not None:
+            stores_complete(0)
+            raise_flag(flags_ptr + head * (steps * sequences) + chunk)
+        else:
+            tma.store_wait(0)
+    if F.beside:
+        end_with_neighbour()
 
 
-Q, K_, G, W, KG, QG, AQK, T_, DECAY, NORMS, CUTS, BETA, A_LOG, DT_BIAS, CHUNKS = range(15)  # the operands
+Q, K_, G, W, KG, QG, AQK, T_, DECAY, NORMS, CUTS, BETA, A_LOG, DT_BIAS, FLAGS, CHUNKS = range(16)  # the operands
 
 
 def launch(
-    p: Problem, NC: int, strides: tuple[int, ...], dtypes: tuple[torch.dtype | None, torch.dtype | None], levels: bool
+    p: Problem, NC: int, strides: tuple[int, ...], dtypes: tuple[torch.dtype | None, torch.dtype | None], levels: bool, beside: bool
 ) -> Launch:  # fmt: skip
-    """strides: elements between rows of q, k, g, beta; dtypes of A_log and dt_bias, None: absent"""
+    """strides: elements between rows of q, k, g, beta; dtypes of A_log and dt_bias, None: absent; beside: the walk before"""
     K, HV, tiles = p.K, p.HV, NC * p.HV
     args = (
         of_tokens(Q, p.dtype, p, p.H * K, K, strides[0]), of_tokens(K_, p.dtype, p, p.H * K, K, strides[1]),
         of_tokens(G, p.gate_dtype, p, HV * K, K, strides[2]), *(of_chunks(x, p.dtype, tiles, C, K) for x in (W, KG, QG)),
         of_chunks(AQK, p.dtype, tiles, C, C), *(Pointer(x, p.dtype) for x in (AQK, T_, W)), Pointer(DECAY, torch.float32),
         Pointer(NORMS, torch.float32), None if p.bounded else Pointer(CUTS, torch.int32), Pointer(BETA, p.beta_dtype),
-        *(None if dtype is None else Pointer(x, dtype) for x, dtype in zip((A_LOG, DT_BIAS), dtypes)), Pointer(CHUNKS, torch.int32),
-        strides[3], HV, p.group, float(p.scale), float(p.lower_bound or 0.0), half_span(p),
+        *(None if dtype is None else Pointer(x, dtype) for x, dtype in zip((A_LOG, DT_BIAS), dtypes)),
+        Pointer(FLAGS, torch.int32) if beside else None, Pointer(CHUNKS, torch.int32), strides[3], HV, p.group, float(p.scale),
+        float(p.lower_bound or 0.0), half_span(p), NC // p.B, p.B, *divider(p.B),
     )  # fmt: skip
     registers = LEVEL_REGISTERS if levels else REGISTERS
-    return Launch(full_name(prepare_operands_kernel), (tiles, 1, 1), args, (form(p, levels),), WARPS, registers=registers)
+    constants = (form(p, levels, beside),)
+    return Launch(full_name(prepare_operands_kernel), (tiles, 1, 1), args, constants, WARPS, pdl=beside, registers=registers)
 
 
-def prepare_operands(problem: Problem, plan: Plan, inputs: Inputs) -> Prepared:
-    """As prepare_chunks"""
-    HV, K, NC, dtype, device = problem.HV, problem.K, plan.num_chunks, problem.dtype, inputs.q.device
+def empty_operands(problem: Problem, plan: Plan, device: torch.device) -> Prepared:
+    """Memory for the tiles"""
+    HV, K, NC, dtype = problem.HV, problem.K, plan.num_chunks, problem.dtype
     new = lambda *shape, dtype=dtype: torch.empty(NC, HV, *shape, dtype=dtype, device=device)
     decay, norms = new(K, dtype=torch.float32), new(2, C, dtype=torch.float32)
     cut = None if problem.bounded else new(dtype=torch.int32)
-    p = Prepared(new(C, C), new(2, C, C), new(C, K), new(C, K), new(C, K), decay, norms, cut)
+    return Prepared(new(C, C), new(2, C, C), new(C, K), new(C, K), new(C, K), decay, norms, cut)
+
+
+def prepare_operands(
+    problem: Problem, plan: Plan, inputs: Inputs, p: Prepared | None = None, flags: torch.Tensor | None = None
+) -> Prepared:  # fmt: skip
+    """As prepare_chunks.
+
+    Args: p: memory for the tiles, if not new; flags [HV, NC] int32: raised chunk by chunk for a walk that runs beside (fixed batches and
+    bounded gates)."""
+    NC, device = plan.num_chunks, inputs.q.device
+    p = p or empty_operands(problem, plan, device)
     if NC and problem.T:
         rows, strides = zip(*map(packed_rows, (inputs.q, inputs.k, inputs.g)))
         beta = as_rows(inputs.beta)
         parameters = [None if x is None else dense(x) for x in (inputs.A_log, inputs.dt_bias)]
         key = (problem, NC, (*strides, beta.stride(0)), tuple(None if x is None else x.dtype for x in parameters))
-        operands = (*rows, p.w, p.kg, p.qg, p.Aqk, p.T, p.decay, p.norms, p.cut, beta, *parameters, plan.chunks)
+        operands = (*rows, p.w, p.kg, p.qg, p.Aqk, p.T, p.decay, p.norms, p.cut, beta, *parameters, flags, plan.chunks)
         for levels in (False,) if problem.bounded else (False, True):
-            start(launch, (*key, levels), operands, device)
+            start(launch, (*key, levels, flags is not None), operands, device)
     return p

@@ -34,11 +34,12 @@ class Form:
     beta_sigmoid: bool
     neg_eigval: bool
     levels: bool = False  # what rows from the cut on take by levels
+    beside: bool = False  # the launch starts beside the one before it (backward_follow.py)
 
 
-def form(problem: Problem, levels: bool = False) -> Form:
+def form(problem: Problem, levels: bool = False, beside: bool = False) -> Form:
     p = problem
-    return Form(p.K, p.V, p.gate, not p.bounded, p.qk_l2norm, p.beta_sigmoid, p.neg_eigval, levels)
+    return Form(p.K, p.V, p.gate, not p.bounded, p.qk_l2norm, p.beta_sigmoid, p.neg_eigval, levels, beside)
 
 
 def of_tokens(operand: int, dtype: torch.dtype, problem: Problem, columns: int, width: int, stride: int | None = None) -> Matrix:

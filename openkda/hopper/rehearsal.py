@@ -3,8 +3,9 @@
 Host code allocates with torch.empty and launches through runtime.py; run on real tensors it does so in every call. Script, it runs once
 for all calls that differ by nothing but addresses: launches keep, for every operand, which tensor it is and where in it, and what was
 allocated on the way shares one workspace. What two launches do not need at the same time may lie in the same place, in the call's results
-too, before the launch that first touches them. Anything but allocations, views and launches is lost: tests/test_hopper_rehearsal.py watches
-that there is nothing else. (Watching, torch.empty_like too, make torch import a thousand modules: seconds of a first call.)"""
+too, before the launch that first touches them. A programmatic launch runs beside the one before it. Anything but allocations, views and
+launches is lost: tests/test_hopper_rehearsal.py watches that there is nothing else. (Watching, torch.empty_like too, make torch import a
+thousand modules: seconds of a first call.)"""
 
 from __future__ import annotations
 
@@ -62,13 +63,14 @@ class Rehearsal:
     def add(self, launch: Launch, operands: Sequence[torch.Tensor | None]) -> None:
         """A launch on these operands."""
         now = len(self.launches)
+        begin = now - launch.pdl  # beside the launch before
         places: list[tuple[int, int] | None] = []
         for x in operands:
             if x is None:
                 places.append(None)
                 continue
             key = x.untyped_storage()._cdata
-            self.memory.setdefault(key, Memory(x, now, now)).last = now
+            self.memory.setdefault(key, Memory(x, begin, now)).last = now
             places.append((key, x.storage_offset() * x.element_size()))
         self.launches.append((launch, places))
 

@@ -47,7 +47,10 @@ class Matrix(NamedTuple):
 
 
 # Kernels that are long in the compiler once Python is done with them, 3.6 to 1.2 seconds on one core: the longest first.
-ORDER = ("forward_kernel", "state_kernel", "scans_kernel", "fused_gradients_kernel", "prepare_operands_kernel")
+ORDER = (
+    "forward_kernel", "state_kernel", "scans_kernel", "reverse_walk_kernel", "forward_walk_kernel", "fused_gradients_kernel",
+    "prepare_operands_kernel",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

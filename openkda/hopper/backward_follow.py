@@ -1,0 +1,123 @@
+"""How a launch runs beside the one before it, chunk by chunk (docs/backward.md). A walk, which is launched first, fills half of the chip;
+on the rest of it runs what it waits for (prepare_operands) or what waits for it (fused_gradients), launched programmatically: it starts
+when all blocks of the walk have started, so nobody waits for a block that has no place.
+
+What is done is said by flags, int32 in the workspace, each written by one block:
+
+    tiles    [HV, NC]                    prepare_operands: a chunk's tiles are there
+    states   [N, HV, V / 64, groups]     the reverse walk: dh and dv of GROUP chunks are there, counted in its order
+
+The walk's blocks clear them before they let the other launch start. A flag is raised when the copies that it speaks of are complete, not
+only read from shared memory, behind a release; it is read behind an acquire, and a fence lets the copy engine see what was announced.
+
+A walk that waits for tiles waits for a later launch. Where launches do not overlap (tools that run kernels one by one, a part of the chip,
+a module loaded between the two by another thread) it would do so for good. Blocks whose first tile is not there in PATIENCE therefore give
+up, and the same walk, launched once more behind the preparation, does their work; its other blocks end at once. Once a first tile is there,
+the preparation runs, and its blocks wait for nobody.
+
+    gave_up  [N, HV, V / 64]             written by every block of a walk that waits for tiles"""
+
+from __future__ import annotations
+
+import torch
+
+from openkda.hopper.backward_tiles import quotient
+from openkda.hopper.compat import gdc_launch_dependents, gdc_wait, gl, gluon
+from openkda.plan import Plan
+from openkda.problem import Problem
+
+PATIENCE = gl.constexpr(10_000_000)  # nanoseconds
+GROUP = gl.constexpr(4)  # chunks of a walk that are announced together: a release takes about a chunk's time
+
+
+def tile_flags(problem: Problem, plan: Plan, device: torch.device) -> torch.Tensor:
+    """Memory for the flags of tiles; the walk clears it."""
+    return torch.empty(problem.HV, plan.num_chunks, dtype=torch.int32, device=device)
+
+
+def state_flags(problem: Problem, plan: Plan, device: torch.device) -> torch.Tensor:
+    """Memory for the flags of states, of a fixed batch; the walk clears it."""
+    p = problem
+    groups = -(-plan.num_chunks // (p.B * GROUP.value))
+    return torch.empty(p.N, p.HV, p.V // 64, groups, dtype=torch.int32, device=device)
+
+
+def block_flags(problem: Problem, device: torch.device) -> torch.Tensor:
+    """Memory for which blocks of a walk gave up."""
+    return torch.empty(problem.N, problem.HV, problem.V // 64, dtype=torch.int32, device=device)
+
+
+@gluon.jit
+def clear_flags(ptr, count):
+    """Zero `count` flags, then let the next launch start."""
+    t = gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    for n in range((count + 127) // 128):
+        gl.store(ptr + 128 * n + t, t * 0, mask=128 * n + t < count)
+    code: gl.constexpr = "fence.acq_rel.gpu; mov.b32 $0, $1;"
+    gl.inline_asm_elementwise(code, "=r,r", [t], dtype=gl.int32, is_pure=False, pack=1)
+    gl.thread_barrier()
+    gdc_launch_dependents()
+
+
+@gluon.jit
+def await_first(ptr):
+    """Wait until the flag at ptr is raised, PATIENCE at most: 1 if it is, else 0."""
+    code: gl.constexpr = """{ .reg .pred p; .reg .b32 x; .reg .b64 begin, now; mov.u64 begin, %globaltimer;
+        AGAIN: ld.acquire.gpu.global.b32 x, [$1]; setp.ne.s32 p, x, 0; @p bra DONE;
+        nanosleep.u32 200; mov.u64 now, %globaltimer; sub.u64 now, now, begin; setp.lt.u64 p, now, $2; @p bra AGAIN;
+        DONE: mov.b32 $0, x; }"""
+    t = gl.arange(0, 32 * gl.num_warps(), layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    limit = t.to(gl.int64) * 0 + PATIENCE
+    return gl.max(gl.inline_asm_elementwise(code, "=r,l,l", [ptr + t * 0, limit], dtype=gl.int32, is_pure=False, pack=1), 0)
+
+
+@gluon.jit
+def stores_complete(pending: gl.constexpr):
+    """Wait until all but the last `pending` copies that this thread has requested from shared memory are in memory."""
+    t = gl.arange(0, 32 * gl.num_warps(), layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    if pending == 0:
+        code: gl.constexpr = "cp.async.bulk.wait_group 0; mov.b32 $0, $1;"
+        gl.inline_asm_elementwise(code, "=r,r", [t], dtype=gl.int32, is_pure=False, pack=1)
+    else:
+        gl.static_assert(pending == 4)
+        behind: gl.constexpr = "cp.async.bulk.wait_group 4; mov.b32 $0, $1;"
+        gl.inline_asm_elementwise(behind, "=r,r", [t], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def raise_flag(ptr):
+    """Announce what these warps have stored and waited for."""
+    code: gl.constexpr = """{ .reg .pred p; setp.eq.s32 p, $2, 0; @p st.release.gpu.global.b32 [$1], 1; mov.b32 $0, $2; }"""
+    t = gl.arange(0, 32 * gl.num_warps(), layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    gl.thread_barrier()
+    gl.inline_asm_elementwise(code, "=r,l,r", [ptr + t * 0, t], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def await_flags(ptr, count: gl.constexpr, stride):
+    """Wait until `count` flags, `stride` apart, are raised; then the copy engine may read what they announce. The compiler divides a tile
+    with rows of 256 bytes among requests of the first two warps: those look."""
+    code: gl.constexpr = """{ .reg .pred p; .reg .b32 x; mov.u32 x, %tid.x; setp.ge.u32 p, x, 64; @p bra DONE;
+        AGAIN: ld.acquire.gpu.global.b32 x, [$1]; setp.eq.s32 p, x, 0; @p nanosleep.u32 100; @p bra AGAIN;
+        fence.proxy.async; DONE: mov.b32 $0, 0; }"""
+    t = gl.arange(0, 32 * gl.num_warps(), layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    for i in gl.static_range(count):
+        gl.inline_asm_elementwise(code, "=r,l", [ptr + i * stride + t * 0], dtype=gl.int32, is_pure=False, pack=1)
+    gl.thread_barrier()
+
+
+@gluon.jit
+def walked(rank, steps, sequences, back: gl.constexpr):
+    """(sequence, place in its order, chunk of all) of the chunk that a walk meets as number `rank`, all sequences side by side. steps:
+    chunks of a sequence; sequences: how many, and their `divider`; back: in reverse."""
+    n = quotient(rank, sequences[1:])
+    sequence = rank - n * sequences[0]
+    c = steps - 1 - n if back else n
+    return sequence, n, sequence * steps + c
+
+
+@gluon.jit
+def end_with_neighbour():
+    """The last block ends after the launch that this one started beside: what comes next waits for this one alone."""
+    if gl.program_id(0) == gl.num_programs(0) - 1:
+        gdc_wait()
