@@ -293,12 +293,11 @@ def sanitizer_phrases(data: dict) -> Iterable[str]:
 
 def kernels_and_torch_phrases(data: dict) -> Iterable[str]:
     """One model trained with the kernels and in torch, docs/training.md."""
-    kernels, torch = (data["runs"][name] for name in ("kernels", "torch"))
-    apart = lambda field: max(abs(a - b) for a, b in zip(kernels["history"][field], torch["history"][field], strict=True))
-    yield f"commit {data['commit'][:7]}). The recorded losses differ by at most {apart('loss'):.4f} nats"
-    yield f"the held-out losses by at most {apart('eval_value'):.4f}"
-    ends = [f"{run['summary']['held_out_nats_per_byte']:.3f}" for run in (kernels, torch)]
-    yield f"both end at {ends[0]}" if ends[0] == ends[1] else f"they end at {ends[0]} and {ends[1]}"
+    pairs = [[data["runs"][f"{name}, seed {seed}"]["history"]["eval_value"] for name in ("kernels", "torch")] for seed in range(4)]
+    listed = lambda texts: ", ".join(texts[:-1]) + " and " + texts[-1]
+    apart = [f"{max(abs(a - b) for a, b in zip(*pair, strict=True)):.4f}" for pair in pairs]
+    yield f"commit {data['commit'][:7]}). The held-out losses of the two differ by at most {listed(apart)} nats, seed by seed"
+    yield "at the end they are " + ", ".join(f"{a[-1]:.3f} and {b[-1]:.3f}" for a, b in pairs)
 
 
 FORWARD = "2026-11-30-forward"
