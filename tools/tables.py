@@ -210,6 +210,23 @@ def training_peer_phrases(data: dict) -> Iterable[str]:
     )
 
 
+def step_times(data: dict, impl: str) -> list[str]:
+    """Milliseconds of a training step, T 8192, H 32, random and init."""
+    found = {r["regime"]: r["graph_ms"] for r in data["rows"] if (r["shape"], r["impl"]) == ("T8192_H32", impl)}
+    return [f"{found[regime]:.2f}" for regime in REGIMES[:2]]
+
+
+def training_phrases_in_brief(data: dict) -> Iterable[str]:
+    """A training step and its peer in README.md."""
+    yield "8192 tokens with 32 heads take {} ms with `random` and {} with `init`".format(*step_times(data, "hopper"))
+    yield "cuDNN took {} and {} without gate, norms and sigmoid".format(*step_times(data, "cudnn_fp32"))
+
+
+def training_peer_phrases_in_brief(data: dict) -> Iterable[str]:
+    """The second peer of a training step in README.md."""
+    yield "flash-linear-attention {} and {}. [The gradients]".format(*step_times(data, "fla"))
+
+
 def largest_error(row: dict) -> str:
     """The largest of the gradients' errors and whose it is."""
     errors = row.get("err_grads") or ({row["of"]: row["largest_error"]} if row.get("of") else {})  # or of a printed table
@@ -319,6 +336,8 @@ PHRASES = (
     Phrases(PREFILL, "2026-11-30-longtail", longtail_phrases),
     Phrases(PREFILL, "2026-11-30-sanitizer", sanitizer_phrases),
     Phrases("docs/backward.md", "2026-11-30-training-fla", training_peer_phrases),
+    Phrases("README.md", "2026-11-30-training", training_phrases_in_brief),
+    Phrases("README.md", "2026-11-30-training-fla", training_peer_phrases_in_brief),
     Phrases("CONTRIBUTING.md", "2026-11-30-gpu-tests", gpu_tests_phrases),
     Phrases("CONTRIBUTING.md", "2026-11-30-gpu-tests-any-device", any_device_phrases),
     Phrases("docs/portable.md", "2026-11-30-portable-forward", portable_phrases),
