@@ -3,7 +3,7 @@
 import sys
 
 # `python -m openkda` comes here before it reads __main__.py
-if sys.argv[:1] == ["-m"] and sys.orig_argv[-len(sys.argv)] in ("openkda", "-mopenkda"):
+if sys.argv[:1] == ["-m"] and sys.orig_argv[-len(sys.argv) :][:1] in (["openkda"], ["-mopenkda"]):
     from openkda_command import watch
 
     watch()
