@@ -34,9 +34,10 @@ def compile_segments(target: str) -> None:
 
 def compile_walks(target: str) -> None:
     """A forward that keeps and its gradients, side by side and one after the other."""
-    for scans, names in ((Scans(walks=True, beside=True), ("all options", "64 channels")), (Scans(walks=True), ("softplus",))):
+    heads = {"32 heads": dict(H=32)}
+    for scans, names in ((Scans(walks=True, beside=True), ("all options", "64 channels", *heads)), (Scans(walks=True), ("softplus",))):
         for part in ("forward", "rest"):
-            compile_gradients(target, scans, {name: PROBLEMS[name] for name in names}, part)
+            compile_gradients(target, scans, {name: (PROBLEMS | heads)[name] for name in names}, part)
 
 
 def compile_gradients(

@@ -14,6 +14,7 @@ from offline import SHARED_LIMIT, in_subprocess
 
 from openkda import chunk_kda, hopper, testing, torch_backend
 from openkda.autograd import TENSORS
+from openkda.hopper import backward_config
 from openkda.hopper.backward_tiles import divider
 from openkda.hopper.gradients import gradients
 from openkda.testing import (
@@ -364,14 +365,23 @@ def test_through_chunk_kda(device, regime, bounded, dtype):
 
 KEPT = [
     dict(), dict(bounded=False), dict(qk_l2norm=False, raw=False), dict(B=3, T=96, H=1, HV=2), dict(V=64, state_v_first=True),
-    dict(H=48, B=2, T=64), dict(K=64, T=31, state_dtype=torch.bfloat16),
+    dict(H=48, B=2, T=64), dict(K=64, T=31, state_dtype=torch.bfloat16), dict(H=16, B=2, T=70),
 ]  # fmt: skip
+
+
+@pytest.fixture
+def keeping(monkeypatch):
+    """Every call keeps that could, however few its heads."""
+    monkeypatch.setattr(backward_config, "FEWEST", 1)
+    backward_config.keeping.cache_clear()
+    yield
+    backward_config.keeping.cache_clear()
 
 
 @pytest.mark.hopper
 @pytest.mark.parametrize("options", KEPT, ids=str)
 @pytest.mark.parametrize("regime", ["random", "init", "mixed"])
-def test_a_forward_that_keeps(device, regime, options):
+def test_a_forward_that_keeps(device, keeping, regime, options):
     """disable_recompute=True: outputs and gradients within earned tolerances, the gradients bit for bit those without it, in every run and
     from a graph that is used twice."""
     case = make_case(regime, **{**dict(T=140, H=2, K=128, V=128, dtype=torch.bfloat16, bounded=True), **options}, device=device)
@@ -393,7 +403,7 @@ def test_a_forward_that_keeps(device, regime, options):
 
 
 @pytest.mark.hopper
-def test_only_what_is_needed_of_a_forward_that_keeps(device):
+def test_only_what_is_needed_of_a_forward_that_keeps(device, keeping):
     """The gradient of one input alone, strided inputs: as with everything asked for, bit for bit."""
     case = make_case("init", T=128, H=2, K=128, V=128, dtype=torch.bfloat16, device=device)
     everything = testing.gradients(case, backend="hopper", disable_recompute=True)
@@ -410,7 +420,7 @@ def test_a_forward_that_keeps_where_launches_do_not_overlap(device, tmp_path):
     """Its walk waits for tiles that a later launch makes: it gives up, and is done behind that one."""
     code = (
         "import sys, torch\nfrom openkda import testing\n"
-        "case = testing.make_case('init', T=100, H=2, K=128, V=128, dtype=torch.bfloat16, device='cuda')\n"
+        "case = testing.make_case('init', T=100, H=32, K=128, V=128, dtype=torch.bfloat16, device='cuda')\n"
         "torch.save(testing.gradients(case, backend='hopper', disable_recompute=True), sys.argv[1])"
     )
     environment = os.environ | {"CUDA_LAUNCH_BLOCKING": "1"}
@@ -418,13 +428,13 @@ def test_a_forward_that_keeps_where_launches_do_not_overlap(device, tmp_path):
     done = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     found = torch.load(tmp_path / "found.pt")
-    case = make_case("init", T=100, H=2, K=128, V=128, dtype=torch.bfloat16, device=device)
+    case = make_case("init", T=100, H=32, K=128, V=128, dtype=torch.bfloat16, device=device)
     expected = testing.gradients(case, backend="hopper", disable_recompute=True)
     assert all(torch.equal(x, found[name]) for name, x in expected.items())
 
 
 @pytest.mark.hopper
-def test_memory_of_a_forward_that_keeps(device):
+def test_memory_of_a_forward_that_keeps(device, keeping):
     """What is kept goes with the graph."""
     case = make_case("init", T=4096, H=8, K=128, V=128, dtype=torch.bfloat16, initial_state=False, device=device)
     args = leaves(case)

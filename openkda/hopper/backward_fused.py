@@ -30,7 +30,7 @@ from typing import NamedTuple
 
 import torch
 
-from openkda.hopper.backward_follow import GROUP, await_flags, end_with_neighbour, walked
+from openkda.hopper.backward_follow import GROUP, await_flags, end_with_neighbour, walk_rows, walked
 from openkda.hopper.backward_prepare import SPAN, C, half_span
 from openkda.hopper.backward_tiles import (
     DEAD,
@@ -132,7 +132,7 @@ def request(src, buf, entry, first, head, group, flags_ptr, groups, F: gl.conste
         mbarrier.expect(buf.landed[n], maps[n].block_type.nbytes)
     for n in gl.static_range(8):
         if F.beside and n == 5:
-            await_flags(flags_ptr, V // 64, groups)
+            await_flags(flags_ptr, F.announcers, groups)
         tma.async_copy_global_to_shared(maps[n], [rows[n], columns[n]], buf.landed[n], tiles[n])
 
 
@@ -309,7 +309,7 @@ def fused_gradients_kernel(
     pairs_ptr, size_ptr,  # [NC, HV, 2, 32, 32] bf16, [NC, HV] fp32: what chunks that are cut leave, or None
     dbeta_ptr,  # [R, HV]
     dA_log_ptr, ddt_bias_ptr,  # [NC, HV, K / 16], [NC, HV, K] fp32 partial sums, or None
-    flags_ptr,  # [N, HV, V / 64, groups] int32, or None
+    flags_ptr,  # [N, HV, announcers, groups] int32, or None
     chunks_ptr,  # [NC, 4] int32
     beta_row, HV, heads, heads_shift, group, group_shift, scale, lower_bound, shift,
     steps, sequences, per_sequence, sequences_shift, groups,  # of a fixed batch: as `walked` takes them; its flags
@@ -329,7 +329,7 @@ def fused_gradients_kernel(
     if F.beside:
         sequence, met, chunk = walked(chunk, steps, (sequences, per_sequence, sequences_shift), True)
         entry = chunk * HV + head
-        flags_ptr += (sequence * HV + head) * (F.V // 64) * groups + met // GROUP
+        flags_ptr += (sequence * HV + head) * F.announcers * groups + met // GROUP
     first, length = bounds(chunks_ptr, chunk)
     A_log, bias = load_gate(A_log_ptr, dt_bias_ptr, head, channel, F)
     norms = norms_ptr + entry.to(gl.int64) * 64
@@ -452,7 +452,8 @@ def launch(
         optional(groups, FLAGS, torch.int32), Pointer(CHUNKS, torch.int32), strides[4], HV, *divider(HV), *divider(p.group), float(p.scale),
         float(p.lower_bound or 0.0), half_span(p), NC // p.B, p.B, *divider(p.B), groups,
     )  # fmt: skip
-    constants, warps, registers = (form(p, beside=groups > 0),), min(WARPS, K // 16), 1024 // WARPS
+    constants = (form(p, beside=groups > 0, announcers=p.V // walk_rows(p) if groups else 1),)
+    warps, registers = min(WARPS, K // 16), 1024 // WARPS
     return Launch(full_name(fused_gradients_kernel), (tiles, 1, 1), args, constants, warps, pdl=groups > 0, registers=registers)
 
 
@@ -465,7 +466,7 @@ def fused_gradients(
     [NC, HV, K] gradient in fp32 (None if absent), to be added in one order: no atomics. Then, for fused_levels, what chunks that are cut
     left: dZ, dA [NC, HV, 2, C, C] over size, and size [NC, HV, 1] fp32 (None without cut).
 
-    Args: norms, cut as Prepared; do, dv [B, T, HV, V]; h, dh, r from both_scans; flags [N, HV, V / 64, groups] int32: those of the
+    Args: norms, cut as Prepared; do, dv [B, T, HV, V]; h, dh, r from both_scans; flags (backward_follow.state_flags): those of the
     reverse walk that was launched just before, beside which this runs (fixed batches)."""
     HV, K, NC, device = problem.HV, problem.K, plan.num_chunks, do.device
     partial = lambda present, *n: torch.empty(NC, HV, *n, dtype=torch.float32, device=device) if present else None

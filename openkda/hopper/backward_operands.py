@@ -383,7 +383,7 @@ def prepare_operands_kernel(
             gl.thread_barrier()
             tma.async_copy_shared_to_global(maps.w, [entry * 32, 0], buf.ky)
         if flags_ptr is not None:
-            stores_complete(0)
+            stores_complete()
             raise_flag(flags_ptr + head * (steps * sequences) + chunk)
         else:
             tma.store_wait(0)

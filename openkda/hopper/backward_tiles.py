@@ -35,11 +35,12 @@ class Form:
     neg_eigval: bool
     levels: bool = False  # what rows from the cut on take by levels
     beside: bool = False  # the launch starts beside the one before it (backward_follow.py)
+    announcers: int = 1  # flags to wait for then
 
 
-def form(problem: Problem, levels: bool = False, beside: bool = False) -> Form:
+def form(problem: Problem, levels: bool = False, beside: bool = False, announcers: int = 1) -> Form:
     p = problem
-    return Form(p.K, p.V, p.gate, not p.bounded, p.qk_l2norm, p.beta_sigmoid, p.neg_eigval, levels, beside)
+    return Form(p.K, p.V, p.gate, not p.bounded, p.qk_l2norm, p.beta_sigmoid, p.neg_eigval, levels, beside, announcers)
 
 
 def of_tokens(operand: int, dtype: torch.dtype, problem: Problem, columns: int, width: int, stride: int | None = None) -> Matrix:

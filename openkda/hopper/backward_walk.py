@@ -42,6 +42,7 @@ class Walk:
     slots: int  # chunks in the ring
     v_first: bool  # given and final states are [V, K]
     outputs: bool  # the forward walk writes o
+    rows: int = 64  # of V a block
     reverse: bool = False  # from the last chunk
 
 
@@ -54,7 +55,7 @@ class Maps(NamedTuple):
     T: object  # [NC*HV*64, 32], boxes [64, 32]: both parts
     Aqk: object  # [NC*HV*32, 32], boxes [32, 32]
     decay: object  # [NC*HV*8, K/8] fp32, boxes [8, K/8]
-    x: object  # v or do, [R, HV*V], boxes [32, 64]
+    x: object  # v or do, [R, HV*V], boxes [32, rows]
 
 
 class Ring(NamedTuple):
@@ -65,8 +66,8 @@ class Ring(NamedTuple):
     qg: object
     T: object  # [slots, 64, 32]
     Aqk: object  # [slots, 32, 32]
-    decay: object  # [slots, 8, K/8] fp32
-    x: object  # [slots, 32, 64]
+    decay: object  # [slots, 8, K/8] fp32; the reverse walk's has one more
+    x: object  # [slots, 32, rows]
     landed: object  # barriers
     free: object
 
@@ -102,11 +103,11 @@ def decay_layout(K):
 
 
 @gluon.jit
-def locate(sequences_ptr):
+def locate(sequences_ptr, rows: gl.constexpr):
     row = sequences_ptr + gl.program_id(2) * 4
     first = gl.load(row)
     length = gl.load(row + 1) - first
-    return Place(gl.program_id(2), first, length, gl.load(row + 2), (length + 31) // 32, gl.program_id(1), gl.program_id(0) * 64)
+    return Place(gl.program_id(2), first, length, gl.load(row + 2), (length + 31) // 32, gl.program_id(1), gl.program_id(0) * rows)
 
 
 @gluon.constexpr_function
@@ -127,14 +128,14 @@ def make_ring(maps, W: gl.constexpr):
     landed = gl.allocate_shared_memory(gl.int64, [slots, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [slots, 1], mbarrier.MBarrierLayout())
     for s in gl.static_range(slots):
-        mbarrier.init(landed.index(s), count=1)
+        mbarrier.init(landed.index(s), count=2 if W.reverse else 1)
         mbarrier.init(free.index(s), count=1)
     w = make_slots(maps.w, 32, K, W)
     T = make_slots(maps.T, 64, 32, W)
     qg = make_slots(maps.qg, 32, K, W) if maps.qg is not None else w
     Aqk = make_slots(maps.Aqk, 32, 32, W) if maps.Aqk is not None else T
-    decay = make_slots(maps.decay, 8, K // 8, W)
-    return Ring(w, make_slots(maps.kg, 32, K, W), qg, T, Aqk, decay, make_slots(maps.x, 32, 64, W), landed, free)
+    decay = gl.allocate_shared_memory(gl.float32, [slots + W.reverse, 8, K // 8], row_tiles(K // 8, 32))
+    return Ring(w, make_slots(maps.kg, 32, K, W), qg, T, Aqk, decay, make_slots(maps.x, 32, W.rows, W), landed, free)
 
 
 @gluon.jit
@@ -188,9 +189,10 @@ def request(desc, slots, row, landed, at):
 
 @gluon.jit
 def state_offsets(place, HV, L: gl.constexpr, W: gl.constexpr):
-    """Element offsets [64, K] into a given or final state"""
+    """Element offsets [rows, K] into a given or final state"""
     K: gl.constexpr = W.K
-    v = place.row0 + gl.arange(0, 64, layout=gl.SliceLayout(1, L))[:, None]
+    R: gl.constexpr = W.rows
+    v = place.row0 + gl.arange(0, R, layout=gl.SliceLayout(1, L))[:, None]
     k = gl.arange(0, K, layout=gl.SliceLayout(0, L))[None, :]
     base = (place.sequence.to(gl.int64) * HV + place.head) * (W.K * W.V)
     if W.v_first:
@@ -203,7 +205,8 @@ def state_offsets(place, HV, L: gl.constexpr, W: gl.constexpr):
 def first_state(ptr, place, HV, W: gl.constexpr):
     K: gl.constexpr = W.K
     L: gl.constexpr = group_layout(K, gl.num_warps())
-    S = gl.zeros([64, K], gl.float32, L)
+    R: gl.constexpr = W.rows
+    S = gl.zeros([R, K], gl.float32, L)
     if ptr is not None:
         S = gl.load(ptr + state_offsets(place, HV, L, W)).to(gl.float32)
     return S
@@ -336,7 +339,7 @@ def forward_walk_kernel(
 ):  # fmt: skip
     K: gl.constexpr = W.K
     maps = Maps(w_desc, kg_desc, qg_desc, T_desc, Aqk_desc, decay_desc, v_desc)
-    place = locate(sequences_ptr)
+    place = locate(sequences_ptr, 64)
     if flags_ptr is not None:
         flags_ptr += place.head * NC + place.chunk
         clear_flags(flags_ptr, place.count)
@@ -364,14 +367,14 @@ def forward_walk_kernel(
 W_, KG, QG, T_, AQK, DECAY, X, STATE, VALUES, TOKENS, GIVEN, FINAL, SEQUENCES, FLAGS, GAVE_UP = range(15)  # the operands
 
 
-def tiles_of(p: Problem, NC: int, stride: int, all: bool) -> tuple[Matrix | None, ...]:
+def tiles_of(p: Problem, NC: int, stride: int, all: bool, rows: int = ROWS) -> tuple[Matrix | None, ...]:
     """The tensor maps of Maps; all: qg and Aqk too. stride: elements between rows of x"""
     K, tiles = p.K, NC * p.HV
     some = lambda x: x if all else None
     return (
         of_chunks(W_, p.dtype, tiles, C, K), of_chunks(KG, p.dtype, tiles, C, K), some(of_chunks(QG, p.dtype, tiles, C, K)),
         of_chunks(T_, p.dtype, tiles, 2 * C, C), some(of_chunks(AQK, p.dtype, tiles, C, C)),
-        of_chunks(DECAY, torch.float32, tiles, 8, K // 8), of_tokens(X, p.dtype, p, p.HV * p.V, ROWS, stride),
+        of_chunks(DECAY, torch.float32, tiles, 8, K // 8), of_tokens(X, p.dtype, p, p.HV * p.V, rows, stride),
     )  # fmt: skip
 
 
