@@ -8,7 +8,8 @@ What is done is said by flags, int32 in the workspace, each written by one block
     states   [N, HV, V / rows, groups]   the reverse walk: dh and dv of GROUP chunks are there, counted in its order
 
 The walk's blocks clear them before they let the other launch start. A flag is raised when what it speaks of is in memory, copies complete
-and not only read from shared memory, behind a release; it is read behind an acquire, and a fence lets the copy engine see what was announced.
+and not only read from shared memory, behind a release. It is read behind an acquire, and a fence lets the copy engine see what was
+announced.
 
 A walk that waits for tiles waits for a later launch. Where launches do not overlap (tools that run kernels one by one, a part of the chip,
 a module loaded between the two by another thread) it would do so for good. Blocks whose first tile is not there in PATIENCE therefore give
@@ -48,9 +49,9 @@ def block_flags(problem: Problem, device: torch.device) -> torch.Tensor:
 
 
 def walk_rows(problem: Problem) -> int:
-    """Rows of V of a block of the reverse walk beside fused_gradients: all of them where it pays. Half as many multiprocessors walk then, on
-    which a chunk takes 1.3 us in place of .8. What has the others, 0.04 us a chunk and head, keeps pace where it has more to do than that,
-    and finds what the walk writes in the second-level cache (T 8192, H 32: 462 us for both, 490 with 64 rows)."""
+    """Rows of V of a block of the reverse walk beside fused_gradients: all of them where it pays. Half as many multiprocessors walk then,
+    on which a chunk takes 1.3 us in place of .8. What has the others, 0.04 us a chunk and head, keeps pace where it has more to do than
+    that, and finds what the walk writes in the second-level cache (T 8192, H 32: 462 us for both, 490 with 64 rows)."""
     return problem.V if problem.N * problem.HV >= 32 else 64
 
 
