@@ -65,7 +65,7 @@ def chunk_kda(
         safe_gate: promises that g lies in [lower_bound, 0); with the gate computed outside the promise is the caller's.
         lower_bound: in [-5, 0).
         disable_recompute: keep intermediates for the backward where a backend can (more memory, less time); o may differ by rounding then.
-            Compiled graphs recompute, and so does the hopper backend for ragged batches, in fp16 and where few heads meet long sequences.
+            Compiled graphs recompute, and so does the hopper backend for ragged batches, in fp16 and for few heads.
         return_intermediate_states: also return the states at the entry of every chunk. Such a call is without gradients, o's included.
         state_v_first: states are [.., V, K]. transpose_state_layout: older name of the same option.
         cu_seqlens: [N + 1] int32 or int64, B = 1: the sequences packed along T. Must start at 0 and never fall; may end before T, where o

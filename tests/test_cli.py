@@ -353,7 +353,11 @@ def test_explain_says_what_a_forward_keeps():
     says = lambda **sizes: explain_module.choices(explain_module.describe_call(device=device, grad=True, **sizes), "hopper")[-1]
     if backends.why_not("hopper", explain_module.describe_call(device=device)) is None:
         assert "beside the kernels" in says(T=8192, H=32)
-        assert "by themselves" in says(T=8192, H=32, gate="softplus") and "by themselves" in says(T=1024, H=32, B=4)
+        assert (
+            "by themselves" in says(T=8192, H=32, gate="softplus")
+            and "by themselves" in says(T=1024, H=32, B=4)
+            and "nothing is kept" in says(T=1024, H=4)
+        )
         assert all("nothing is kept" in says(**sizes) for sizes in (dict(lengths=(3, 4)), dict(T=2**17, H=1), dict(dtype="fp16")))
 
 

@@ -189,13 +189,19 @@ def test_what_a_forward_keeps_is_not_computed_anew(beside):
     assert second == ["prepare_operands_kernel", "fused_gradients_kernel"] * beside
 
 
-@pytest.mark.parametrize("options", [*OPTIONS.values(), dict(T=0), dict(T=2**17, H=1), dict(B=4, H=32), dict(B=0)], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [*OPTIONS.values(), dict(H=32), dict(H=32, T=0), dict(T=2**17), dict(B=4, H=32), dict(H=32, bounded=False), dict(B=0)],
+    ids=str,
+)
 def test_which_calls_keep(options):
-    """Those of fixed batches in bf16 whose sequences are not cut for the scans; side by side where the walks leave room for it."""
+    """Those of many heads in fixed batches in bf16 whose sequences are not cut for the scans; side by side where the walks leave room."""
     p = problem(**options)
+    blocks = p.N * p.HV * p.V // 64
     scans = keeping(p)
-    assert (scans is not None) == (p.dtype == torch.bfloat16 and not p.varlen and p.B * p.T > 0 and not choose_scans(p).steps)
-    assert scans is None or (scans.walks and scans.beside == (p.bounded and p.N * p.HV * p.V <= 96 * 64))
+    serves = p.dtype == torch.bfloat16 and not p.varlen and p.T > 0 and blocks >= 64
+    assert (scans is not None) == (serves and not choose_scans(p).steps)
+    assert scans is None or (scans.walks and scans.beside == (p.bounded and blocks <= 96))
 
 
 def test_what_is_foreseen_is_what_is_launched():

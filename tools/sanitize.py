@@ -69,8 +69,8 @@ CASES = {  # arguments of make_case, and how to cut the call
     ),
     "gradients": dict(regime="mixed", T=75, B=2, H=2, gradients=True),
     "gradients, ragged, grouped values": dict(regime="init", lengths=(5, 0, 33, 130, 1, 64), H=1, HV=2, gradients=True),
-    "gradients of a forward that keeps": dict(regime="mixed", T=331, B=2, H=2, kept=True),
-    "gradients of a forward that keeps, unbounded gate": dict(regime="init", T=75, H=1, HV=2, bounded=False, kept=True),
+    "gradients of a forward that keeps": dict(regime="mixed", T=107, H=32, kept=True),
+    "gradients of a forward that keeps, unbounded gate": dict(regime="init", T=75, H=16, HV=32, bounded=False, kept=True),
 }
 
 

@@ -22,6 +22,7 @@ LINK = 1.65  # a link of the chain of summaries
 RATE = 3.8e6  # bytes per microsecond that the scans move at most
 WORTH = 40.0  # what a cut must promise: it adds three launches, and small calls wait for the host already
 BESIDE = 96  # most blocks of a walk that leave enough of the chip to the kernel beside it
+FEWEST = 64  # blocks of a walk below which the fused forward gains more by parallelism than the gradients by what is kept
 
 
 @dataclass(frozen=True)
@@ -85,11 +86,11 @@ def choose_scans(problem: Problem, lengths: tuple[int, ...] | None = None) -> Sc
 @lru_cache(maxsize=1024)
 def keeping(problem: Problem) -> Scans | None:
     """How the scans of a call run whose forward keeps what its gradients would else compute anew: as walks over whole sequences. None where
-    it does not: ragged batches, fp16 and sequences that are cut for the scans."""
+    it does not: ragged batches, fp16, few heads, and sequences that are cut for the scans."""
     p = problem
-    if p.varlen or p.dtype != torch.bfloat16 or p.B * p.T == 0 or choose_scans(p).steps:
-        return None
     blocks = p.N * p.HV * p.V // ROWS
+    if p.varlen or p.dtype != torch.bfloat16 or p.T == 0 or blocks < FEWEST or choose_scans(p).steps:
+        return None
     beside = p.bounded and blocks <= BESIDE
     where = "beside the kernels that make their tiles and take their states" if beside else "by themselves"
     return Scans(walks=True, beside=beside, reason=f"walks of {blocks} blocks each way, {where}")
