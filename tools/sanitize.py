@@ -48,6 +48,8 @@ CASES = {  # arguments of make_case, and how to cut the call
     "tail of a block": dict(regime="random", T=75, B=2, H=2),
     "ragged": dict(regime="mixed", lengths=(5, 0, 33, 130, 1, 64), H=2),
     "own tails, four blocks": dict(regime="random", T=260, H=2, cut=Cut("tails", "half", 1, 2)),
+    "own tails, unbounded gate": dict(regime="random", T=260, H=2, bounded=False, cut=Cut("tails", "half", 1, 3)),
+    "own tails, eight blocks, unbounded gate": dict(regime="init", T=250, H=2, bounded=False, cut=Cut("tails", "half", 2, 4)),
     "own tails suffice": dict(regime="random", T=520, H=2, cut=Cut("tails", "half", 3, 2)),
     "own tails do not": dict(regime="init", T=520, H=2, cut=Cut("tails", "half", 4, 4, 3)),
     "tails suffice": dict(regime="random", T=1100, H=1, cut=Cut("whole", "half", 9, 4)),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from openkda.hopper.compat import gl, gluon, mma_v2
-from openkda.hopper.tiles import block_layout
+from openkda.hopper.tiles import block_layout, rsqrt
 
 
 @gluon.jit
@@ -45,7 +45,8 @@ def transposed(x):
 def scores(kq, ki, T: gl.constexpr):
     """kd ki^T and qd ki^T [warps, 16, 16], the former in two chains of products, for the inverse waits for it"""
     mma: gl.constexpr = block_layout(gl.num_warps())
-    zero = gl.zeros([gl.num_warps(), 16, 16], gl.float32, mma)
+    count: gl.constexpr = kq.shape[0]
+    zero = gl.zeros([count, 16, 16], gl.float32, mma)
     kk0, kk1, qk = zero, zero, zero
     for c in gl.static_range(T.K // 32):
         columns = ki.permute((0, 2, 1)).slice(0, 16, dim=2).slice(32 * c, 32, dim=1).load(gl.DotOperandLayout(1, mma, 2))
@@ -82,6 +83,17 @@ def diagonal(x):
     """The diagonals of blocks, [warps, 16]"""
     i, j = places()
     return gl.sum(gl.where(i == j, x, 0.0), axis=2)
+
+
+@gluon.jit
+def query_norms(kq):
+    """rsqrt(|q|^2 + 1e-6) of the raw rows of kq [n, 32, K] as [n, 16]: the diagonal of their Gram matrix"""
+    count: gl.constexpr = kq.shape[0]
+    gram = gl.zeros([count, 16, 16], gl.float32, block_layout(gl.num_warps()))
+    for c in gl.static_range(kq.shape[2] // 32):
+        x, xt = both_operands(kq, 16, c)
+        gram = mma_v2(x, xt, gram)
+    return rsqrt(diagonal(gram) + 1e-6)
 
 
 @gluon.constexpr_function

@@ -27,7 +27,8 @@ class Tiles:
     V: int
     R: int  # rows of V (of the transposed state) per block
     wide: int  # blocks of a group
-    prep_warps: int  # of a preparation partition: one a block, or two (spread.py)
+    prep_warps: int  # of a preparation partition
+    spread: bool  # all of these turn a step at a time (spread.py), not each one a block
     groups: int  # groups held in shared memory
     preps: int  # preparation partitions
     prep_regs: int
@@ -45,11 +46,6 @@ class Tiles:
     cluster: bool  # two blocks, the halves of V, share the preparation of their head (cluster.py)
     fixed: bool  # the segment table lies ready: no launch of the call writes it
     located: bool  # the block finds its work before it hands over to its roles, not each role
-
-    @property
-    def spread(self) -> bool:
-        """Whether all warps of a preparation partition turn two blocks at a time (spread.py)"""
-        return self.prep_warps > self.wide
 
     def without_outputs(self) -> Tiles:
         """Those of a preparation for the state alone"""
@@ -78,7 +74,8 @@ class Config:
 FULL = dict(R=128, preps=2, prep_regs=120, scan_warps=4, groups=3)  # most work per block: enough heads to fill the chip
 HALF = dict(R=64, preps=2, prep_regs=160, scan_warps=4, groups=3)  # two blocks share a head
 WIDE = dict(R=128, wide=8, preps=1, prep_regs=128, scan_warps=4, groups=1)  # up to eight blocks with a tail of their own
-SPREAD = dict(R=128, prep_warps=8, preps=1, prep_regs=128, scan_warps=4, groups=2)  # the same, form "halves"
+# The same, tiles of bf16. With 248 registers the scan's loops have no spills, which go to the second cache beside a full shared memory.
+SPREAD = dict(R=128, spread=True, prep_warps=8, preps=1, prep_regs=120, scan_warps=4, groups=2)
 ALONE = dict(R=128, preps=1, prep_regs=160, scan_warps=4, groups=3)  # short segments, unbounded gates
 PAIRS = dict(R=128, preps=1, prep_regs=72, scan_warps=8, groups=3)  # summaries: two chains of 128 rows
 
@@ -89,13 +86,13 @@ def base_tiles(problem: Problem, shape: dict, **changes: object) -> Tiles:
     gate = p.gate
     form = "levels" if p.dtype == torch.float16 else "product" if p.bounded else "halves"
     fields = dict(
-        K=p.K, V=p.V, outputs=True, gate=gate, l2norm=p.qk_l2norm, state_v_first=p.state_v_first, split="none", pdl=False,
+        K=p.K, V=p.V, outputs=True, gate=gate, l2norm=p.qk_l2norm, state_v_first=p.state_v_first, split="none", pdl=False, spread=False,
         fixed=not p.varlen, cluster=False, located=False,
         chunk=p.chunk_size if p.return_intermediate_states and changes.get("outputs", True) else 0,
         beta="given" if not p.beta_sigmoid else "twice" if p.neg_eigval else "sigmoid",
         form=form, kg=form != "product",
     )  # fmt: skip
-    if (form == "halves" or changes.get("split") == "tails") and shape["prep_regs"] == FULL["prep_regs"]:
+    if (form == "halves" or changes.get("split") == "tails") and shape["prep_regs"] == FULL["prep_regs"] and "spread" not in shape:
         shape = {**shape, "prep_regs": shape["prep_regs"] + 8}  # all that the scan can spare where it has no tail to run
     fields = {"wide": 4, **fields, **shape, **changes}
     tiles = Tiles(**{"prep_warps": fields["wide"], **fields})
@@ -126,7 +123,8 @@ def group_bytes(tiles: Tiles, gate_bytes: int) -> int:
 def spread_bytes(tiles: Tiles) -> int:
     """Shared memory beside the groups (tiles.py, Spread)"""
     t = tiles
-    return t.spread * (t.wide * t.K * 2 * (2 * BLOCK + 1) + 2 * 4 * t.K * 4)
+    edges = 4 * t.K * 4
+    return 0 if not t.spread else edges if t.form == "product" else 2 * edges + t.wide * t.K * 2 * (2 * BLOCK + 1)
 
 
 MULTIPROCESSORS = 132
@@ -143,11 +141,16 @@ def own_tail_blocks(tiles: Tiles) -> int:
 
 
 def own_tail_tiles(problem: Problem, blocks: int) -> Tiles:
-    """Of segments with tails of their own, `blocks` of 16 tokens in all: those of which a group is prepared
+    """Of segments with tails of their own, `blocks` of 16 tokens in all: of those that hold as many, the ones whose first group is ready
     soonest (docs/hopper_prefill.md)."""
-    few = SPREAD if base_tiles(problem, FULL).form == "halves" else WIDE
-    shape = {**FULL, "groups": 1} if blocks <= 4 else few if blocks <= 8 else FULL
-    return base_tiles(problem, shape, split="tails", pdl=True)
+    shapes = ((4, {**SPREAD, "groups": 1}), (6, {**SPREAD, "wide": 8, "groups": 1}), (8, SPREAD))
+    if base_tiles(problem, FULL).form == "levels":
+        shapes = ((4, {**FULL, "groups": 1}), (8, WIDE))
+    for most, shape in shapes:
+        tiles = base_tiles(problem, shape, split="tails", pdl=True)
+        if blocks <= min(most, own_tail_blocks(tiles)):
+            return tiles
+    return base_tiles(problem, FULL, split="tails", pdl=True)
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,11 @@
 
 A block starts `tail` blocks of 16 tokens before its segment, from (0, I). The scan carries the state on. The preparation partitions take
 M through the tail, 16 rows a warp (rows do not depend on one another), when all groups are prepared: in the midst of the preparation M's
-registers would be too many. So the tail's tiles must still be there, and such blocks have no more groups than the ring: one of four blocks,
-which the first partition prepares while the second is free for M; one of eight, or two of four, on one partition of eight warps; or as many
-as fit, all prepared by the first partition, while the second runs M, 64 rows after 64 (`parted`). The scan goes on before it reads the
-verdict, in the last form, where M takes longer, for as many blocks as the tail has and two, else to the segment's end.
+registers would be too many. So the tail's tiles must still be there, and such blocks have no more groups than the ring: one of four blocks
+or of eight, or two of four, on one partition of eight warps, which then runs M; with fp16 inputs also one of four that the first partition
+prepares while the second is free for M; or as many as fit, all prepared by the first partition, while the second runs M, 64 rows after 64
+(`parted`). The scan goes on before it reads the verdict, in the last form, where M takes longer, for as many blocks as the tail has and
+two, else to the segment's end.
 
     M <- (M + (-r_k M kd^T) T0^T ki) exp(G_C)      or, with a kg tile, M exp(G_C) + (-r_k M kd^T) T0^T kg
 

@@ -131,7 +131,8 @@ def forward_kernel(
     src = Source(q_desc, k_desc, v_desc, g_desc, beta_ptr, A_log_ptr, dt_bias_ptr, HV, lower_bound, scale)
     ring = make_ring(src, T)
     queue = make_queue() if tickets_ptr is not None else Queue(None, None, None)
-    out = Output(o_desc, o_ptr, gl.allocate_shared_memory(o_desc.dtype, [2, 16, R], tile_layout(16)))
+    norms: gl.constexpr = T.spread and T.l2norm
+    out = Output(o_desc, o_ptr, gl.allocate_shared_memory(o_desc.dtype, [2, 16, R], tile_layout(16)), scale if norms else None)
     states = States(initial_ptr, final_ptr, entry_ptr, h_ptr)
     sink = Sink(None, known_ptr, tail)
     verdict = make_verdict(T) if T.split == "tails" else Verdict(None, None)

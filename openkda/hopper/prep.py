@@ -17,15 +17,15 @@ segment's end are overwritten by neutral values first, before any exponential.""
 
 from __future__ import annotations
 
-from openkda.hopper.blocks import both_operands, diagonal, scores, solve
+from openkda.hopper.blocks import diagonal, query_norms, scores, solve
 from openkda.hopper.cluster import copied_bytes, own_places, rank_of, release, send
-from openkda.hopper.compat import fence_async_shared, gl, gluon, mbarrier, mma_v2, tma
+from openkda.hopper.compat import fence_async_shared, gl, gluon, mbarrier, tma
 from openkda.hopper.decay import decay_constants, log2_decay, neutral_gate
 from openkda.hopper.halves import anchor, half_constants, half_tiles
 from openkda.hopper.levels import level_tiles
 from openkda.hopper.own import parted, try_tail
 from openkda.hopper.segments import begin_item, each_item
-from openkda.hopper.spread import spread_constants, spread_tiles
+from openkda.hopper.spread import await_group, spread_constants, spread_tiles
 from openkda.hopper.steps import cross_blocks, cross_scores, step_constants, step_tiles
 from openkda.hopper.tiles import (
     WIDTH,
@@ -46,6 +46,7 @@ from openkda.hopper.tiles import (
     slice_views,
     stack_layout,
     state_only,
+    steps_awaited,
 )
 
 
@@ -97,9 +98,9 @@ def load_item(work, before, ring, src, what: gl.constexpr, T: gl.constexpr):
         mbarrier.wait(ring.empty.index(at), ((it // halves) & 1) ^ 1)
         if step < per * before + work.steps:
             for n in gl.static_range(len(what)):
-                request_needed(ring, src, work, at, row + step * 32, ring.full.index(at // per), step, what, n, T)
+                request_needed(ring, src, work, at, row + step * 32, ring.full.index(at // steps_awaited(T)), step, what, n, T)
         else:
-            mbarrier.arrive(ring.full.index(at // per), count=len(what))
+            mbarrier.arrive(ring.full.index(at // steps_awaited(T)), count=len(what))
 
 
 @gluon.jit
@@ -213,17 +214,6 @@ def activate_beta(x, live, T: gl.constexpr):
 
 
 @gluon.jit
-def query_norms(kq, T: gl.constexpr):
-    """rsqrt(|q|^2 + 1e-6) of the raw rows of kq [wide, 32, K] as [wide, 16]: the diagonal of their Gram matrix"""
-    wide: gl.constexpr = T.wide
-    gram = gl.zeros([wide, 16, 16], gl.float32, block_layout(gl.num_warps()))
-    for c in gl.static_range(T.K // 32):
-        x, xt = both_operands(kq, 16, c)
-        gram = mma_v2(x, xt, gram)
-    return rsqrt(diagonal(gram) + 1e-6)
-
-
-@gluon.jit
 def product_tiles(ring, at, consts, T: gl.constexpr):
     """kq = (kd, qd), ki over the gate, decay = exp(G_C) of group `at`, WIDTH channels at a time: a loop, for code is dear"""
     K: gl.constexpr = T.K
@@ -249,8 +239,8 @@ def product_tiles(ring, at, consts, T: gl.constexpr):
 
 
 @gluon.jit
-def prepare_group(ring, src, work, group, at, beta, consts, T: gl.constexpr):
-    """Group `group` of the item, in place `at` of the ring"""
+def prepare_group(ring, src, work, group, at, phase, beta, consts, T: gl.constexpr):
+    """Group `group` of the item, in place `at` of the ring, whose barriers have that phase"""
     K: gl.constexpr = T.K
     groups: gl.constexpr = T.groups
     wide: gl.constexpr = T.wide
@@ -265,23 +255,25 @@ def prepare_group(ring, src, work, group, at, beta, consts, T: gl.constexpr):
     together: gl.constexpr = 32 if T.form == "steps" else 16  # rows that the scan reads at once, some of which may lie past the end
     if T.outputs or not quiet(T):  # what is quiet ends before the sequence does
         if (valid < 16 * wide) & (valid % together != 0):
+            if T.spread:
+                await_group(ring, at, phase, T)
             clear_rows(ring.kq, at, valid, 0.0, 32, K, T)
             clear_rows(ring.g, at, valid, neutral_gate(T), 16, K, T)
             clear_rows(ring.v, at, valid, 0.0, 16, T.R, T)
     down: gl.constexpr = 2.0 ** -anchor(T)
     rk = gl.full([wide, 16], 1.0, gl.float32, gl.SliceLayout(2, block_layout(gl.num_warps())))
-    if T.outputs:
-        rq = query_norms(kq, T) if T.l2norm else rk
+    if T.outputs and not (T.spread and T.l2norm):
+        rq = query_norms(kq) if T.l2norm else rk
         write.store(rq * (src.scale * down))
-    if T.form == "product":
+    if T.spread:
+        kk, qk = spread_tiles(ring, at, phase, work, group, kq, ki, consts, T)
+    elif T.form == "product":
         product_tiles(ring, at, consts, T)
         kk, qk = scores(kq, ki, T)
     elif T.form == "steps":
         up = step_tiles(ring, at, consts, T)
         kk, qk = scores(kq, ki, T)
         across = cross_scores(ring, at, up, T)
-    elif T.spread:
-        kk, qk = spread_tiles(ring, at, work, group, consts, T)
     elif T.form == "halves":
         kk, qk = half_tiles(ring, at, consts, T)
     else:
@@ -337,8 +329,9 @@ def prep_turns(ring, src, work, before, first, begin, end, T: gl.constexpr):
         phase = ((before + n) // own) & 1
         beta = activate_beta(raw, live, T)
         raw, live = load_beta(src, work, group + sharers * preps, T)  # a turn ahead: nothing waits for it
-        mbarrier.wait(ring.full.index(at), phase)
-        prepare_group(ring, src, work, group, at, beta, consts, T)
+        if not T.spread:
+            mbarrier.wait(ring.full.index(at), phase)
+        prepare_group(ring, src, work, group, at, phase, beta, consts, T)
         mbarrier.arrive(ring.ready.index(at), count=1)
 
 

@@ -17,6 +17,7 @@ from openkda.hopper.cluster import group_place, rank_of
 from openkda.hopper.compat import fence_async_shared, gl, gluon, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from openkda.hopper.entries import store_entry
 from openkda.hopper.own import parted, read_verdict
+from openkda.hopper.spread import take_norms
 from openkda.hopper.tiles import first_row, group_count, group_layout, late, quiet, to_f32
 
 
@@ -41,6 +42,7 @@ class Output(NamedTuple):
     desc: object  # [B*T, HV*V], boxes of 16 rows x R
     ptr: object
     tile: object  # shared [2, 16, R]
+    scale: object  # of o, where the scan takes the norms of q (spread.py), else None
 
 
 @gluon.jit
@@ -356,6 +358,8 @@ def scan_two_rows(ring, before, out, states, known_ptr, verdict, work, segment, 
     begin = T.wide * before if late(T) else first
     stop = T.wide * before + (work.end - work.start + 15) // 16 * (work.steps > 0).to(gl.int32)
     row = work.start - 16 * T.wide * before
+    if T.spread and T.l2norm:
+        take_norms(ring, work, out.scale, T)
     S0 = first_state(states, segment, work, HV, 0, 64, T)
     S1 = first_state(states, segment, work, HV, 64, 64, T)
     if T.split == "tails":

@@ -1,27 +1,32 @@
-"""The form in halves with two warps a block: all warps of a preparation partition turn two blocks at a time.
+"""A step at a time by all warps of a preparation partition, where a block has a group or two to prepare (own tails) and what counts is when
+the first is ready, not what it costs.
 
-Where a block has one group or two to prepare (own tails), what counts is when the first is ready, not what it costs. With a warp a block,
-four schedulers turn a block each, 32 numbers a thread at a time, and a fifth block takes as long again. Here a step of two blocks is 4
-halves of 8 tokens, [4, 8, K]: a warp has half a block and 64 channels, a thread 8 tokens of two channels, so eight warps have a step, and
-only steps that exist are turned. What a half needs of the other one, the last row of its sums, passes through shared memory. Then scores
-are a block a warp again, all channels in a row (four warps do it, and the other four the same once more); so what they alone read lies in
-memory of its own (Spread), not where the state's tiles are:
+With a warp a block, four schedulers turn a block each, 32 numbers a thread at a time, and a fifth block takes as long again. Here a step of
+two blocks is 4 halves of 8 tokens, [4, 8, K]: a warp has half a block and 64 channels, a thread 8 tokens of two channels, so eight warps
+have a step, and only steps that exist are turned, each when its tiles have landed. What a half needs of the other one, the last row of its
+sums, passes through shared memory. Norms of q are the scan's to take, which has nothing to do as yet. Then scores and inverse are a block a
+warp again (in groups of four, four warps do them, and the other four the same once more).
 
-    kq      rows of both halves; after the scores the second one's times exp(n)
-    ki      kg                      columns, across     what the scores read
-
-The operations on a number are those of halves.py in the same order: the same bits."""
+    form "product"     G of the second half is e0 + its own sums: kq, ki, decay as in prep.py
+    form "halves"      kq rows of both halves, after the scores the second one's times exp(n); ki kg; columns and across, which the scores
+                       alone read, in memory of their own. The operations on a number are those of halves.py in the same order, so the
+                       bits are the same."""
 
 from __future__ import annotations
 
-from openkda.hopper.compat import gl, gluon
-from openkda.hopper.halves import ANCHOR, SHIFT, both_scores, held_line, last_row, prefix_sums, slice_scores, steepness
+from openkda.hopper.blocks import query_norms, scores
+from openkda.hopper.compat import gl, gluon, mbarrier
+from openkda.hopper.decay import gate_line, log2_decay
+from openkda.hopper.halves import ANCHOR, SHIFT, anchor, both_scores, held_line, last_row, prefix_sums, slice_scores, steepness
 from openkda.hopper.tiles import (
+    add,
     block_layout,
     ex2,
     ex2_denormal,
     floor,
+    group_count,
     log2p,
+    outward,
     outward_key,
     plain_shared,
     scaled,
@@ -45,12 +50,15 @@ def pair_layout(*rows):
 
 @gluon.jit
 def spread_constants(src, work, T: gl.constexpr):
-    """(slope, offset, factor, most) as halves.slice_constants, of all channels"""
+    """decay.gate_line of all channels, or (slope, offset, factor, most) as halves.slice_constants"""
     K: gl.constexpr = T.K
     L: gl.constexpr = step_layout()
     channel = gl.arange(0, K, layout=gl.SliceLayout(0, gl.SliceLayout(1, L)))[None, None, :]
-    slope, offset, factor, most = held_line(src, work, channel, T)
-    return slope, offset, factor, (most + gl.zeros([4, 8, K], gl.float32, L)).to(src.g.dtype)
+    if T.form == "product":
+        return gate_line(src, work.head, channel, T)
+    else:
+        slope, offset, factor, most = held_line(src, work, channel, T)
+        return slope, offset, factor, (most + gl.zeros([4, 8, K], gl.float32, L)).to(src.g.dtype)
 
 
 @gluon.jit
@@ -91,7 +99,38 @@ def by_half(first, second, T: gl.constexpr):
 
 
 @gluon.jit
-def turn_step(ring, s, n, consts, T: gl.constexpr):
+def load_step(ring, s, T: gl.constexpr):
+    """The raw gate, k and q of the ring's s-th step, [4, 8, K], and where the latter are, [blocks, k and q, halves, 8, K]"""
+    kq = step_view(ring.kq, s, 32, T).reshape([2, 2, 2, 8, T.K])
+    g = half_rows(ring.g, s, T).load(pair_layout(8)).reshape([4, 8, T.K])
+    return gl.convert_layout(g, step_layout(), assert_trivial=True), load_rows(kq, 0, T), load_rows(kq, 1, T), kq
+
+
+@gluon.jit
+def store_step(ring, s, phase, kq, k, q, columns, p, T: gl.constexpr):
+    """What the state reads: rows, columns, and the decay exp2(p) of the blocks"""
+    if T.l2norm:
+        mbarrier.wait(ring.beside.normed.index(s // 2), phase)
+    decay = ring.decay._reinterpret(gl.float32, [T.wide * T.groups // 2, 2, T.K], plain_shared(2))
+    decay.index(s).store(ex2(p).reshape([2, T.K]))
+    kq.store(gl.join(k, q).reshape([2, 2, 8, T.K, 2]).permute((0, 4, 1, 2, 3)))
+    half_rows(ring.ki, s, T).store(columns.reshape([2, 2, 8, T.K]))
+
+
+@gluon.jit
+def turn_bounded(ring, s, phase, consts, T: gl.constexpr):
+    """The s-th step of the ring under a bounded gate: its tiles over its raw ones"""
+    g, k, q, kq = load_step(ring, s, T)
+    P = gl.associative_scan(log2_decay(g, consts, T), 1, add)
+    ring.beside.edges.store(gl.reshape(last_row(P), [4, T.K]))
+    e0 = edge_rows(ring.beside.edges, 0, T)
+    e1 = edge_rows(ring.beside.edges, 1, T)
+    kd, qd, columns = outward(k, q, P + by_half(0.0, e0, T))
+    store_step(ring, s, phase, kq, kd, qd, columns, e0 + e1, T)
+
+
+@gluon.jit
+def turn_unbounded(ring, s, n, phase, consts, T: gl.constexpr):
     """The s-th step of the ring, the n-th of its group: the tiles of the scores and of the state over its raw ones, but for the factor
     exp(n) of the second halves' rows"""
     K: gl.constexpr = T.K
@@ -99,11 +138,8 @@ def turn_step(ring, s, n, consts, T: gl.constexpr):
     dtype: gl.constexpr = ring.kq.dtype
     factor = consts[2]
     steep, base = steepness(factor, T)
-    kq = step_view(ring.kq, s, 32, T).reshape([2, 2, 2, 8, K])
-    raw = half_rows(ring.g, s, T).load(pair_layout(8)).reshape([4, 8, K])
-    k = load_rows(kq, 0, T)
-    queries = load_rows(kq, 1, T)
-    P, grown = prefix_sums(gl.convert_layout(raw, step_layout(), assert_trivial=True), consts, steep, T)
+    g, k, q, kq = load_step(ring, s, T)
+    P, grown = prefix_sums(g, consts, steep, T)
     ring.beside.edges.store(gl.reshape(last_row(P) * factor + base, [4, K]))
     if T.gate == "softplus":
         ring.beside.grown.store(gl.reshape(grown, [4, K]))
@@ -115,43 +151,71 @@ def turn_step(ring, s, n, consts, T: gl.constexpr):
     if T.gate == "softplus":
         q0 = edge_rows(ring.beside.grown, 0, T)
         q1 = edge_rows(ring.beside.grown, 1, T)
-        q = q0 + (q0 * q1 + q1)
-        p = gl.where(q <= 1.0, log2p(q) * factor, p)
-    ring.decay._reinterpret(gl.float32, [T.wide * T.groups // 2, 2, K], plain_shared(2)).index(s).store(ex2(p).reshape([2, K]))
+        both = q0 + (q0 * q1 + q1)
+        p = gl.where(both <= 1.0, log2p(both) * factor, p)
     ring.beside.down.index(n).store(ex2(gl.maximum(whole, -126.0)).to(dtype).reshape([2, K]))
     e = P * factor + by_half(base + ANCHOR, base + a1, T)
     up = ex2(e)
     rows, columns, kg = outward_key(k, up, e, ex2_denormal(by_half(e0 + e1 + ANCHOR, e1 + a1, T)) + zero)
     across = shifted(columns, (ex2(by_half(whole, whole, T) + SHIFT) + zero).to(dtype))
-    kq.store(gl.join(rows, scaled(queries, up)).reshape([2, 2, 8, K, 2]).permute((0, 4, 1, 2, 3)))
-    half_rows(ring.ki, s, T).store(kg.reshape([2, 2, 8, K]))
+    store_step(ring, s, phase, kq, rows, scaled(q, up), kg, p, T)
     half_rows(ring.beside.columns, n, T).store(columns.reshape([2, 2, 8, K]))
     half_rows(ring.beside.across, n, T).store(across.reshape([2, 2, 8, K]))
+
+
+@gluon.jit
+def take_norms(ring, work, scale, T: gl.constexpr):
+    """scale r_q into `write`, by the scan's warps, which have nothing to do as yet: a warp a block"""
+    count: gl.constexpr = T.wide * T.groups // 4
+    K: gl.constexpr = T.K
+    for c in range(group_count(work.steps, T) * (T.wide // 4)):  # tiles of steps that do not exist count as landed
+        for n in gl.static_range(2):
+            mbarrier.wait(ring.full.index(2 * c + n), 0)
+        kq = ring.kq._reinterpret(ring.kq.dtype, [count, 4, 32, K], stack_layout(4, 32, K, 16)).index(c)
+        write = ring.write._reinterpret(gl.float32, [count, 4, 16], plain_shared(2)).index(c)
+        write.store(query_norms(kq) * (scale * 2.0 ** -anchor(T)))
+        mbarrier.arrive(ring.beside.normed.index(c), count=1)
+
+
+@gluon.jit
+def await_group(ring, at, phase, T: gl.constexpr):
+    """The group's tiles have landed, and their norms are taken"""
+    for n in gl.static_range(T.wide // 2):
+        mbarrier.wait(ring.full.index(T.wide // 2 * at + n), phase)
+    if T.l2norm:
+        for n in gl.static_range(T.wide // 4):
+            mbarrier.wait(ring.beside.normed.index(T.wide // 4 * at + n), phase)
 
 
 @gluon.jit
 def turn_down(kq, down, T: gl.constexpr):
     """The second halves' rows times exp(n), for the state: 16 bytes at a time"""
     W: gl.constexpr = T.wide
-    L: gl.constexpr = gl.BlockedLayout([1, 1, 1, 1, 8], [1, 1, 1, 2, 16], [W, 2, 1, 1, 1], [4, 3, 2, 1, 0])
+    L: gl.constexpr = gl.BlockedLayout([1, 1, 1, 1, 8], [1, 1, 1, 2, 16], [W, gl.num_warps() // W, 1, 1, 1], [4, 3, 2, 1, 0])
     rows = kq.reshape([W, 2, 2, 8, T.K]).slice(1, 1, dim=2)
     by = down._reinterpret(down.dtype, [W, 1, 1, 1, T.K], plain_shared(5)).load(L)
     rows.store(shifted(rows.load(L), by))
 
 
 @gluon.jit
-def spread_tiles(ring, at, work, group, consts, T: gl.constexpr):
-    """As halves.half_tiles, of group `group` of the item, in place `at` of the ring"""
+def spread_tiles(ring, at, phase, work, group, kq, ki, consts, T: gl.constexpr):
+    """kq = (kd, qd) 2^anchor, ki or kg over the gate, and decay of group `group` of the item, in place `at` of the ring; returns the scores
+    kd ki^T, qd ki^T 2^anchor"""
     K: gl.constexpr = T.K
     W: gl.constexpr = T.wide
-    dtype: gl.constexpr = ring.kq.dtype
     per: gl.constexpr = T.wide // 2  # steps of a group
     for n in range(gl.minimum(work.steps - per * group, per)):
-        turn_step(ring, per * at + n, n, consts, T)
-    zero = gl.zeros([W, 16, 8], gl.float32, block_layout(gl.num_warps()))
-    kq = ring.kq._reinterpret(dtype, [T.groups, W, 32, K], stack_layout(W, 32, K, 16)).index(at)
-    columns = ring.beside.columns._reinterpret(dtype, [W, 16, K], stack_layout(W, 16, K, 16))
-    across = ring.beside.across._reinterpret(dtype, [W, 16, K], stack_layout(W, 16, K, 16))
-    near0, near1, far = slice_scores(kq, columns, across, zero, zero, zero, K, T)
-    turn_down(kq, ring.beside.down, T)
-    return both_scores(near0, near1, far)
+        mbarrier.wait(ring.full.index(per * at + n), phase)
+        if T.form == "product":
+            turn_bounded(ring, per * at + n, phase, consts, T)
+        else:
+            turn_unbounded(ring, per * at + n, n, phase, consts, T)
+    if T.form == "product":
+        return scores(kq, ki, T)
+    else:
+        zero = gl.zeros([W, 16, 8], gl.float32, block_layout(gl.num_warps()))
+        columns = ring.beside.columns._reinterpret(kq.dtype, [W, 16, K], stack_layout(W, 16, K, 16))
+        across = ring.beside.across._reinterpret(kq.dtype, [W, 16, K], stack_layout(W, 16, K, 16))
+        near0, near1, far = slice_scores(kq, columns, across, zero, zero, zero, K, T)
+        turn_down(kq, ring.beside.down, T)
+        return both_scores(near0, near1, far)

@@ -230,19 +230,26 @@ class Ring(NamedTuple):
     decay: object  # [blocks, 1, K] fp32 exp(G_C)
     read: object  # [blocks, 1, 16] fp32 -r_k
     write: object  # [blocks, 1, 16] fp32 scale r_q
-    full: object  # [groups] barriers: the raw tiles have landed, requested by operand and two blocks at a time
+    full: object  # [groups] barriers (spread.py: [blocks / 2]): the raw tiles have landed, requested by operand and two blocks at a time
     ready: object  # [groups] the group is prepared
     empty: object  # [blocks / 2] the scan is done with two blocks
 
 
 class Spread(NamedTuple):
-    """What spread.py keeps of a group beside the ring"""
+    """What spread.py keeps beside the ring; of a bounded gate the first two alone"""
 
-    columns: object  # [wide, 16, K] k exp(-G)
-    across: object  # [wide, 16, K] the same times exp(n + SHIFT); the last 8 rows are not read
+    normed: object  # [blocks / 4] barriers: norms of q are taken, its raw tiles may go
     edges: object  # [4, K] fp32: the last rows of the sums of a step's halves
+    columns: object  # [wide, 16, K] k exp(-G) of a group
+    across: object  # [wide, 16, K] the same times exp(n + SHIFT); the last 8 rows are not read
     grown: object  # [4, K] fp32: their q
     down: object  # [wide / 2, 2, K] exp(n)
+
+
+@gluon.constexpr_function
+def steps_awaited(T):
+    """Steps whose tiles one of `full` awaits: a group's, or one where steps are turned one by one"""
+    return 1 if T.spread else T.wide // 2
 
 
 @gluon.constexpr_function
@@ -302,11 +309,18 @@ def quiet_groups(work, T: gl.constexpr):
 
 @gluon.jit
 def make_spread(dtype: gl.constexpr, T: gl.constexpr):
-    columns = gl.allocate_shared_memory(dtype, [T.wide, 16, T.K], tile_layout(16))
-    across = gl.allocate_shared_memory(dtype, [T.wide, 16, T.K], tile_layout(16))
     edges = gl.allocate_shared_memory(gl.float32, [4, T.K], plain_shared(2))
-    grown = gl.allocate_shared_memory(gl.float32, [4, T.K], plain_shared(2))
-    return Spread(columns, across, edges, grown, gl.allocate_shared_memory(dtype, [T.wide // 2, 2, T.K], plain_shared(2)))
+    normed = gl.allocate_shared_memory(gl.int64, [T.wide * T.groups // 4, 1], mbarrier.MBarrierLayout())
+    for c in gl.static_range(T.wide * T.groups // 4):
+        mbarrier.init(normed.index(c), count=1)
+    if T.form == "product":
+        return Spread(normed, edges, edges, edges, edges, edges)
+    else:
+        columns = gl.allocate_shared_memory(dtype, [T.wide, 16, T.K], tile_layout(16))
+        across = gl.allocate_shared_memory(dtype, [T.wide, 16, T.K], tile_layout(16))
+        grown = gl.allocate_shared_memory(gl.float32, [4, T.K], plain_shared(2))
+        down = gl.allocate_shared_memory(dtype, [T.wide // 2, 2, T.K], plain_shared(2))
+        return Spread(normed, edges, columns, across, grown, down)
 
 
 @gluon.jit
@@ -329,14 +343,15 @@ def make_ring(src, T: gl.constexpr):
     scales: gl.constexpr = SCALES if T.cluster else blocks
     read = gl.allocate_shared_memory(gl.float32, [scales, 1, 16], plain_shared(2))
     write = gl.allocate_shared_memory(gl.float32, [scales, 1, 16], plain_shared(2))
-    full = gl.allocate_shared_memory(gl.int64, [groups, 1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [blocks // 2 // steps_awaited(T), 1], mbarrier.MBarrierLayout())
     ready = gl.allocate_shared_memory(gl.int64, [READY if T.cluster else groups, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [EMPTY if T.cluster else blocks // 2, 1], mbarrier.MBarrierLayout())
     for s in gl.static_range(blocks // 2):
         mbarrier.init(empty.index(s), count=2 if T.cluster and s < 2 * own_places(T) else 1)
-    for s in gl.static_range(groups):
-        mbarrier.init(full.index(s), count=T.wide // 2 * (4 if T.outputs else 3))
-        mbarrier.init(ready.index(s), count=1)
+    for s in gl.static_range(blocks // 2 // steps_awaited(T)):
+        mbarrier.init(full.index(s), count=steps_awaited(T) * (4 if T.outputs else 3))
+        if s < groups:
+            mbarrier.init(ready.index(s), count=1)
     if T.cluster:
         mbarrier.init(ready.index(groups), count=1)
     return Ring(kq, g, ki, v, tz, beside, decay, read, write, full, ready, empty)
