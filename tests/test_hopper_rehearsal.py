@@ -204,6 +204,13 @@ def test_which_calls_keep(options):
     assert scans is None or (scans.walks and scans.beside == (p.bounded and blocks <= 96))
 
 
+@pytest.mark.parametrize("options, walks", [(dict(H=32), True), (dict(B=2, H=16), True), (dict(H=40), False), (dict(H=30), False),
+                                            (dict(H=32, bounded=False), False), (dict(H=32, lengths=(70,)), False)], ids=str)  # fmt: skip
+def test_where_recomputing_walks(options, walks):
+    scans = choose_scans(problem(**options))
+    assert scans.walks == scans.beside == walks and not scans.steps
+
+
 def test_what_is_foreseen_is_what_is_launched():
     """A forward under autograd compiles the kernels that its gradients will be launched with."""
     for options in OPTIONS.values():

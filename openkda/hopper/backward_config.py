@@ -23,6 +23,7 @@ RATE = 3.8e6  # bytes per microsecond that the scans move at most
 WORTH = 40.0  # what a cut must promise: it adds three launches, and small calls wait for the host already
 BESIDE = 96  # most blocks of a walk that leave enough of the chip to the kernel beside it
 FEWEST = 64  # blocks of a walk below which the fused forward gains more by parallelism than the gradients by what is kept
+MOST = 72  # blocks of a walk up to which gradients that recompute are faster by walks
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,9 @@ def choose_scans(problem: Problem, lengths: tuple[int, ...] | None = None) -> Sc
     steps = min(times, key=mean)
     fast, slow = times[steps][0]
     if not steps:
+        blocks = walk_blocks(p)
+        if not p.varlen and p.dtype == torch.bfloat16 and p.bounded and p.T and FEWEST <= blocks <= MOST:
+            return walks(p)
         return Scans(reason=f"sequences are not cut: about {slow:.0f} us")
     tail = max(1, min(TAIL, steps // 4))
     reason = f"segments of {steps} chunks: about {fast:.0f} us where {tail} chunks forget all before them, else {slow:.0f} us"
@@ -88,9 +92,19 @@ def keeping(problem: Problem) -> Scans | None:
     """How the scans of a call run whose forward keeps what its gradients would else compute anew: as walks over whole sequences. None where
     it does not: ragged batches, fp16, few heads, and sequences that are cut for the scans."""
     p = problem
-    blocks = p.N * p.HV * p.V // ROWS
-    if p.varlen or p.dtype != torch.bfloat16 or p.T == 0 or blocks < FEWEST or choose_scans(p).steps:
+    if p.varlen or p.dtype != torch.bfloat16 or p.T == 0 or walk_blocks(p) < FEWEST or choose_scans(p).steps:
         return None
-    beside = p.bounded and blocks <= BESIDE
+    return walks(p)
+
+
+def walk_blocks(problem: Problem) -> int:
+    """Blocks of a walk of 64 rows each"""
+    return problem.N * problem.HV * problem.V // ROWS
+
+
+def walks(problem: Problem) -> Scans:
+    """Scans as walks over whole sequences of a fixed batch"""
+    blocks = walk_blocks(problem)
+    beside = problem.bounded and blocks <= BESIDE
     where = "beside the kernels that make their tiles and take their states" if beside else "by themselves"
     return Scans(walks=True, beside=beside, reason=f"walks of {blocks} blocks each way, {where}")
