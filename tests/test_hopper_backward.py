@@ -403,16 +403,18 @@ def test_a_forward_that_keeps(device, keeping, regime, options):
 
 
 @pytest.mark.hopper
-def test_only_what_is_needed_of_a_forward_that_keeps(device, keeping):
-    """The gradient of one input alone, strided inputs: as with everything asked for, bit for bit."""
-    case = make_case("init", T=128, H=2, K=128, V=128, dtype=torch.bfloat16, device=device)
-    everything = testing.gradients(case, backend="hopper", disable_recompute=True)
+@pytest.mark.parametrize("kept", [False, True])
+def test_only_what_is_needed_by_walks(device, kept):
+    """The gradient of one input alone, strided inputs: as with everything asked for, bit for bit. 32 heads walk either way."""
+    found = partial(testing.gradients, backend="hopper", disable_recompute=kept)
+    case = make_case("init", T=70, H=32, K=128, V=128, dtype=torch.bfloat16, device=device)
+    everything = found(case)
     wide = {n: torch.cat([case.args[n]] * 2, -1)[..., : case.args[n].shape[-1]] for n in ("q", "k", "v", "g", "beta")}
-    strided = testing.gradients(Case({**case.args, **wide}, "init"), backend="hopper", disable_recompute=True)
+    strided = found(Case({**case.args, **wide}, "init"))
     assert all(torch.equal(x, strided[n]) for n, x in everything.items())
     for wanted in (("initial_state",), ("v",), ("g", "beta")):
-        found = testing.gradients(case, wanted, backend="hopper", disable_recompute=True)
-        assert set(found) == set(wanted) and all(torch.equal(x, everything[n]) for n, x in found.items())
+        some = found(case, wanted)
+        assert set(some) == set(wanted) and all(torch.equal(x, everything[n]) for n, x in some.items())
 
 
 @pytest.mark.hopper

@@ -204,6 +204,12 @@ def test_which_calls_keep(options):
     assert scans is None or (scans.walks and scans.beside == (p.bounded and blocks <= 96))
 
 
+def test_the_initial_state_s_gradient_needs_no_forward_walk():
+    needs = (*(False,) * 7, True)
+    script = gradients.script(problem(), needs, Scans(walks=True, beside=True), None, kinds_of(problem()), None, False)
+    assert kernels(script.launches) == ["prepare_operands_kernel", "reverse_walk_kernel"] and not any(x.pdl for x in script.launches)
+
+
 @pytest.mark.parametrize("options, walks", [(dict(H=32), True), (dict(B=2, H=16), True), (dict(H=40), False), (dict(H=30), False),
                                             (dict(H=32, bounded=False), False), (dict(H=32, lengths=(70,)), False)], ids=str)  # fmt: skip
 def test_where_recomputing_walks(options, walks):

@@ -47,8 +47,8 @@ STRIDED = 5  # operands whose rows may lie apart: q, k, v, g, do
 class Walked(NamedTuple):
     """What the forward walk leaves for the gradients, and the tiles that it walked over"""
 
-    h: torch.Tensor  # [NC, HV, V, K] states at the chunks' entries
-    r: torch.Tensor  # [NC, HV, V, C]
+    h: torch.Tensor | None  # [NC, HV, V, K] states at the chunks' entries; None where nothing reads them, as r
+    r: torch.Tensor | None  # [NC, HV, V, C]
     tiles: Prepared
 
 
@@ -77,10 +77,11 @@ def both_walks(
     device = do.device
     dS0 = torch.empty(problem.state_shape, dtype=problem.state_dtype, device=device) if initial_state else None
     flags = state_flags(problem, plan, device) if beside and dv is not None else None
-    found = kept or walked(problem, plan, inputs, beside)
+    if kept is None:
+        kept = Walked(None, None, prepare_operands(problem, plan, inputs)) if dv is None else walked(problem, plan, inputs, beside)
     dv = torch.empty(do.shape, dtype=problem.dtype, device=device) if dv is None else dv
-    dh = reverse_walk(problem, plan, found.tiles, do, dfinal_state, dv, dS0, flags)
-    return found, dh, flags, dS0
+    dh = reverse_walk(problem, plan, kept.tiles, do, dfinal_state, dv, dS0, flags)
+    return kept, dh, flags, dS0
 
 
 def steps(
