@@ -10,7 +10,7 @@ from openkda import chunk_kda
 from openkda.autograd import TENSORS
 from openkda.hopper import launch, why_not
 from openkda.hopper.config import choose
-from openkda.testing import assert_close
+from openkda.testing import assert_close, relative_error
 
 pytestmark = [pytest.mark.gpu, pytest.mark.hopper]
 
@@ -70,6 +70,19 @@ def test_near_equal_keys(form, strength):
     c.args["beta"] = torch.full_like(c.args["beta"], strength)
     c.args["g"] = torch.full_like(c.args["g"], -0.05)
     check(c)
+
+
+@pytest.mark.parametrize("bounded", [True, False], ids=["bounded", "softplus"])
+@pytest.mark.parametrize("regime", ["random", "init"])
+@pytest.mark.parametrize("how", ["full", "half"])
+def test_no_further_off_than_chunks_in_torch(how, regime, bounded):
+    """Over many heads: a factor that all values of a token share is rounded once for all of them, so one head says little. With beta r_k in
+    bf16, in the columns of the inverse, o and the state were 1.07 and 1.11 times as far off as the twin's in init."""
+    c = case(regime, T=256, H=32, bounded=bounded)
+    problem, _ = c.described()
+    found = check(c, split_config(problem, how))
+    for name, x, exact, twin in zip(("o", "final_state"), found, c.oracle, c.twin, strict=True):
+        assert relative_error(x, exact) <= 1.04 * relative_error(twin, exact), name
 
 
 @pytest.mark.parametrize("bounded", [True, False], ids=["bounded", "softplus"])

@@ -98,7 +98,7 @@ def query_norms(kq):
 
 @gluon.constexpr_function
 def newton_code(dtype, row16, row8, pack):
-    """PTX of T <- T + T (I - (I - A) T) with A in two parts, between the inverse in `solve_code` and its columns' factors"""
+    """PTX of T <- T + T (I - (I - A) T) with A in two parts, after the inverse in `solve_code`"""
     turn = "movmatrix.sync.aligned.m8n8.trans.b16"
 
     def wide(low, high, x):
@@ -141,8 +141,12 @@ def solve_code(dtype, outputs, strong):
         ".reg .b32 a0, a1, a2, a3, a6, a7, t0, t1, t2, t3, y0, y1, y2, y3, x0, x1, x2, x3, w0, w1, w2, w3; .reg .pred p, q, d, e, n;",
         "mov.u32 l, %laneid; shr.u32 g, l, 2; and.b32 t, l, 3; shl.b32 j, t, 1; mov.b32 z, 0;",
         "setp.gt.u32 p, g, j; setp.eq.u32 d, g, j; add.u32 m, j, 1; setp.gt.u32 q, g, m; setp.eq.u32 e, g, m;",
+        # the columns' factors from the rows'
+        "shl.b32 m, t, 3;",
+        f"shfl.sync.idx.b32 c0, {columns[0]}, m, 31, -1; shfl.sync.idx.b32 c4, {columns[2]}, m, 31, -1; add.u32 m, m, 4;",
+        f"shfl.sync.idx.b32 c1, {columns[0]}, m, 31, -1; shfl.sync.idx.b32 c5, {columns[2]}, m, 31, -1;",
         # A: blocks A1, A3 on the diagonal, A2 below
-        *(f"mul.f32 a{i}, {kk[i]}, {factor[i]};" for i in (0, 1, 2, 3, 6, 7)),
+        *(f"mul.f32 a{i}, {kk[i]}, {factor[i]}; mul.f32 a{i}, a{i}, c{i - i // 2 % 2 * 2};" for i in (0, 1, 2, 3, 6, 7)),
         "selp.b32 a0, a0, 0, p; selp.b32 a1, a1, 0, q; selp.b32 a6, a6, 0, p; selp.b32 a7, a7, 0, q;",
         f"{pack} A1, a1, a0; {pack} A2, a3, a2; {pack} A3, a7, a6; {turn} B1, A1; {turn} B2, A3;",
         # blocks of 2
@@ -165,18 +169,15 @@ def solve_code(dtype, outputs, strong):
         f"{row8} {{y0, y1, y2, y3}}, {{U1, z}}, {{A2}}, {{z, z, z, z}}; {pack} Y1, y1, y0;",
         f"{row8} {{x0, x1, x2, x3}}, {{P2, z}}, {{Y1}}, {{z, z, z, z}};",
         *(newton_code(dtype, row16, row8, pack) if strong else ()),
-        # the columns' factors from the rows'
-        "shl.b32 m, t, 3;",
-        f"shfl.sync.idx.b32 c0, {columns[0]}, m, 31, -1; shfl.sync.idx.b32 c4, {columns[2]}, m, 31, -1; add.u32 m, m, 4;",
-        f"shfl.sync.idx.b32 c1, {columns[0]}, m, 31, -1; shfl.sync.idx.b32 c5, {columns[2]}, m, 31, -1;",
-        "mul.f32 t0, t0, c0; mul.f32 t1, t1, c1; mul.f32 x0, x0, c0; mul.f32 x1, x1, c1; mul.f32 t2, t2, c4; mul.f32 t3, t3, c5;",
         f"{pack} P1, t1, t0; {pack} Y1, x1, x0; {pack} P2, t3, t2; mov.b32 $0, P1; mov.b32 $1, Y1; mov.b32 $2, z; mov.b32 $3, P2;",
     ]
     if outputs:
         lines += [
             f"{turn} V1, P1; {turn} V2, Y1; {turn} V3, P2; or.pred p, p, d; or.pred q, q, e;",
-            f"selp.b32 w0, {qk[0]}, 0, p; selp.b32 w1, {qk[1]}, 0, q; selp.b32 w2, {qk[6]}, 0, p; selp.b32 w3, {qk[7]}, 0, q;",
-            f"{pack} Z0, w1, w0; {pack} Z1, {qk[3]}, {qk[2]}; {pack} Z3, w3, w2;",
+            f"mul.f32 w0, {qk[0]}, c0; mul.f32 w1, {qk[1]}, c1; mul.f32 w2, {qk[6]}, c4; mul.f32 w3, {qk[7]}, c5;",
+            "selp.b32 w0, w0, 0, p; selp.b32 w1, w1, 0, q; selp.b32 w2, w2, 0, p; selp.b32 w3, w3, 0, q;",
+            f"mul.f32 y0, {qk[2]}, c0; mul.f32 y1, {qk[3]}, c1;",
+            f"{pack} Z0, w1, w0; {pack} Z1, y1, y0; {pack} Z3, w3, w2;",
             f"{row16} {{y0, y1, y2, y3}}, {{Z0, Z1, z, Z3}}, {{V1, V2}}, {{z, z, z, z}};",
             f"{row8} {{w0, w1, w2, w3}}, {{z, Z3}}, {{V3}}, {{z, z, z, z}};",
             f"{pack} $4, y1, y0; {pack} $5, y3, y2; mov.b32 $6, z; {pack} $7, w3, w2;",
@@ -191,10 +192,10 @@ def result_types(dtype, outputs):
 
 @gluon.jit
 def solve(kk, qk, factor, columns, dtype: gl.constexpr, outputs: gl.constexpr, strong: gl.constexpr):
-    """(T0, Z T0) of 16x16 blocks, T0 = (I - A)^-1 diag(columns), A = diag(factor) tril(kk, -1), Z = tril(qk); factor, columns [warps, 16].
-    Without outputs (T0, T0). T <- T + (T A_s) T over block sizes 2, 4, 8, then the lower left of 16; operands in `dtype`, fp32 sums. One
-    opaque step on registers: seven products where whole 16x16 ones would be twenty. strong: beta may exceed 1; nearly equal keys then make
-    T of alternating numbers, which a rounded A alone moves by a tenth, so a step of Newton's follows, six products more."""
+    """(T, Z T) of 16x16 blocks, T = (I - A)^-1, A = diag(factor) tril(kk, -1) diag(columns), Z = tril(qk) diag(columns); factor, columns
+    [warps, 16]. Without outputs (T, T). T <- T + (T A_s) T over block sizes 2, 4, 8, then the lower left of 16; operands in `dtype`, fp32
+    sums. One opaque step on registers: seven products where whole 16x16 ones would be twenty. strong: beta may exceed 1; nearly equal keys
+    then make T of alternating numbers, which a rounded A alone moves by a tenth, so a step of Newton's follows, six products more."""
     code: gl.constexpr = solve_code(dtype, outputs, strong)
     form: gl.constexpr = "=&r" + ",=&r" * (7 if outputs else 3) + ",r" * (32 if outputs else 24)
     zero = gl.zeros([kk.shape[0], 16, 16], gl.float32, block_layout(gl.num_warps()))
@@ -204,5 +205,5 @@ def solve(kk, qk, factor, columns, dtype: gl.constexpr, outputs: gl.constexpr, s
     if outputs:
         return gl.inline_asm_elementwise(code, form, [kk, factor, columns, qk], dtype=types, is_pure=True, pack=8)
     else:
-        T0 = gl.inline_asm_elementwise(code, form, [kk, factor, columns], dtype=types, is_pure=True, pack=8)[0]
-        return T0, T0
+        T = gl.inline_asm_elementwise(code, form, [kk, factor, columns], dtype=types, is_pure=True, pack=8)[0]
+        return T, T

@@ -16,8 +16,8 @@ from __future__ import annotations
 
 from openkda.hopper.compat import buffer_offsets, gl, gluon
 
-# `ready` and `empty` in barriers, `read` and `write` in blocks are allocated larger than anything that the compiler adds, at most 2 KB for
-# the stores of chunk-entry states, so that their places in the order of sizes are known.
+# `ready` and `empty` in barriers, `read`, `write` and `gain` in blocks are allocated larger than anything that the compiler adds, at most
+# 2 KB for the stores of chunk-entry states, so that their places in the order of sizes are known.
 READY = gl.constexpr(300)
 EMPTY = gl.constexpr(290)
 SCALES = gl.constexpr(36)
@@ -35,7 +35,8 @@ def addresses(T):
     blocks = T.wide * T.groups
     sizes = dict(kq=64 * T.K, g=32 * T.K, v=32 * T.R, tz=1024, cross=512 * (T.form == "steps"), decay=4 * T.K)  # of a block
     sizes = {name: blocks * size for name, size in sizes.items()}
-    sizes |= dict(out=64 * T.R, ready=8 * READY.value, empty=8 * EMPTY.value, read=64 * SCALES.value, write=64 * SCALES.value)
+    sizes |= dict(out=64 * T.R, ready=8 * READY.value, empty=8 * EMPTY.value)
+    sizes |= dict.fromkeys(("read", "write", "gain"), 64 * SCALES.value)
     at, found = 0, {}
     for name, size in sizes.items():
         found |= {name: at} if size else {}
@@ -62,7 +63,7 @@ def pieces(T):
     Large tiles in two: a copy holds up what the copy engine is asked for behind it (kq and ki whole: 3 % slower). Where no output is asked,
     without what comes from q: every second 16 rows of some tiles."""
     where = addresses(T)
-    sizes = dict(kq=128 * T.K, g=64 * T.K, tz=2048, cross=1024, decay=8 * T.K, read=128, write=128)
+    sizes = dict(kq=128 * T.K, g=64 * T.K, tz=2048, cross=1024, decay=8 * T.K, read=128, write=128, gain=128)
     rows = dict(kq=2048, tz=512, cross=512, write=0)  # bytes of 16 rows, or of as many as lie together
     found = []
     for name, size in sizes.items():

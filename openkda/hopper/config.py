@@ -116,7 +116,7 @@ RESERVED_BYTES = 4096  # exchanges between warps, barriers, alignment
 def group_bytes(tiles: Tiles, gate_bytes: int) -> int:
     """Shared memory of a group (tiles.py, Ring)"""
     t = tiles
-    block = 2 * BLOCK * t.K * 2 + BLOCK * t.K * gate_bytes + BLOCK * t.R * 2 + 2 * BLOCK * BLOCK * 2 + t.K * 4 + 2 * BLOCK * 4
+    block = 2 * BLOCK * t.K * 2 + BLOCK * t.K * gate_bytes + BLOCK * t.R * 2 + 2 * BLOCK * BLOCK * 2 + t.K * 4 + 3 * BLOCK * 4
     return t.wide * (block + BLOCK * BLOCK * 2 * (t.form == "steps"))
 
 

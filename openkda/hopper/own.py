@@ -8,7 +8,7 @@ prepares while the second is free for M; or as many as fit, all prepared by the 
 (`parted`). The scan goes on before it reads the verdict, in the last form, where M takes longer, for as many blocks as the tail has and
 two, else to the segment's end.
 
-    M <- (M + (-r_k M kd^T) T0^T ki) exp(G_C)      or, with a kg tile, M exp(G_C) + (-r_k M kd^T) T0^T kg
+    M <- (M + R ki) exp(G_C), R = (-r_k M kd^T) T^T beta r_k      or, with a kg tile, M exp(G_C) + R kg
 
 Where M is small, the state after the tail is the entry state (segments.py)."""
 
@@ -79,8 +79,9 @@ def advance_map(M0, M1, ring, b, T: gl.constexpr):
     X0 = mma_v2(gl.convert_layout(M0.to(dtype), A), piece(ring.kq, 4 * b, 16, 64, 4 * blocks, 128).permute((1, 0)).load(B), zero)
     X1 = mma_v2(gl.convert_layout(M1.to(dtype), A), piece(ring.kq, 4 * b + 2, 16, 64, 4 * blocks, 128).permute((1, 0)).load(B), zero)
     X = (X0 + X1) * ring.read.index(b).load(L)
-    t0 = piece(ring.tz, 2 * b, 16, 16, 2 * blocks, 32).permute((1, 0)).load(B)
-    R = gl.convert_layout(mma_v2(gl.convert_layout(X.to(dtype), A), t0, zero).to(dtype), A)
+    inverse = piece(ring.tz, 2 * b, 16, 16, 2 * blocks, 32).permute((1, 0)).load(B)
+    R = mma_v2(gl.convert_layout(X.to(dtype), A), inverse, zero) * ring.gain.index(b).load(L)
+    R = gl.convert_layout(R.to(dtype), A)
     return advance_columns(M0, R, ring, b, 0, T), advance_columns(M1, R, ring, b, 1, T)
 
 

@@ -6,10 +6,11 @@ decay:
 
     kd = k exp(G)    qd = q exp(G)    ki = k / exp(G)  (or kg = k exp(G_C - G))        norms, beta, scale: rows of 16x16 blocks only
                                                   kd, qd with a factor 2^anchor, read and write with its inverse (halves.py; else 1)
-    A  = diag(beta r_k^2) tril(kd ki^T, -1)       Z = tril(qd ki^T)
-    T0 = (I + A)^-1 diag(beta r_k)                by doubling the block size 2, 4, 8, 16: every iterate is the exact inverse of a
-                                                  block-diagonal part, so nothing grows
-    tz = (T0, Z T0)     read = -r_k     write = scale r_q     decay = exp(G_C)
+    gain = beta r_k
+    A  = diag(r_k) tril(kd ki^T, -1) diag(gain)   Z = tril(qd ki^T) diag(gain)
+    T  = (I + A)^-1                               by doubling the block size 2, 4, 8, 16: every iterate is the exact inverse of a
+                                                  block-diagonal part, so nothing grows. Its diagonal is 1, which no rounding moves
+    tz = (T, Z T)     read = -r_k     write = scale r_q     decay = exp(G_C)
 
 A partition takes every `preps`-th group, one warp per block: what a warp writes, it alone reads before the group is ready; two warps per
 block in the form of spread.py. Raw tiles are overwritten in place: kq by (kd, qd), the gate by ki. Four warps request them. Rows past the
@@ -251,6 +252,7 @@ def prepare_group(ring, src, work, group, at, phase, beta, consts, T: gl.constex
     tz = ring.tz._reinterpret(dtype, [groups, wide, 32, 16], stack_layout(wide, 32, 16, 16, 32)).index(at)
     read = ring.read._reinterpret(gl.float32, [groups, wide, 16], plain_shared(2)).index(at)
     write = ring.write._reinterpret(gl.float32, [groups, wide, 16], plain_shared(2)).index(at)
+    gain = ring.gain._reinterpret(gl.float32, [groups, wide, 16], plain_shared(2)).index(at)
     valid = work.end - work.start - group * (16 * wide)
     together: gl.constexpr = 32 if T.form == "steps" else 16  # rows that the scan reads at once, some of which may lie past the end
     if T.outputs or not quiet(T):  # what is quiet ends before the sequence does
@@ -281,12 +283,14 @@ def prepare_group(ring, src, work, group, at, phase, beta, consts, T: gl.constex
     if T.l2norm:
         rk = rsqrt(diagonal(kk) + 1e-6)  # the decay cancels there
     read.store(rk * -down)
-    T0, ZT0 = solve(kk, qk, beta * rk * -rk, beta * rk, dtype, T.outputs, T.beta != "sigmoid")
-    tz.slice(0, 16, dim=1).store(T0)
+    strength = beta * rk
+    gain.store(strength)
+    inverse, ZT = solve(kk, qk, -rk, strength, dtype, T.outputs, T.beta != "sigmoid")
+    tz.slice(0, 16, dim=1).store(inverse)
     if T.outputs:
-        tz.slice(16, 16, dim=1).store(ZT0)
+        tz.slice(16, 16, dim=1).store(ZT)
     if T.form == "steps":
-        cross_blocks(ring, at, across, T)
+        cross_blocks(ring, at, across, up, T)
     fence_async_shared()
 
 

@@ -3,7 +3,7 @@ accumulators of one or two warpgroups. Per block, from what prep.py left in the 
 
     X, Oq = S (kd, qd)^T            one product, N = 32
     D     = v - r_k X               values minus what the state predicts
-    Rt, Oz = D (T0, Z T0)^T         one product, N = 32
+    Rt, Oz = D (T, Z T)^T           one product, N = 32; then Rt <- Rt beta r_k
     O     = scale r_q (Oq + Oz)
     S     = (S + Rt ki) * exp(G_C)  or, with a kg tile, S * exp(G_C) + Rt kg
 
@@ -18,7 +18,7 @@ from openkda.hopper.compat import fence_async_shared, gl, gluon, mbarrier, tma, 
 from openkda.hopper.entries import store_entry
 from openkda.hopper.own import parted, read_verdict
 from openkda.hopper.spread import take_norms
-from openkda.hopper.tiles import first_row, group_count, group_layout, late, quiet, to_f32
+from openkda.hopper.tiles import first_row, fused, group_count, group_layout, kept, late, quiet, to_f32
 
 
 class States(NamedTuple):
@@ -157,25 +157,35 @@ def live_values(ring, b, left, T: gl.constexpr):
     if T.cluster:
         if left < 16:
             row = gl.arange(0, 16, layout=gl.SliceLayout(0, group_layout(16, gl.num_warps())))
-            v = gl.where(row[None, :] < left, v, 0.0)
+            v = kept(v, gl.where(row[None, :] < left, -1, 0).to(gl.int16))
     return v
 
 
 @gluon.jit
+def difference(v, X, read):
+    """D = v - r_k X in v's type, read = -r_k. In bf16 it is one multiply-add of pairs, of X and r_k as they are rounded: what the state
+    predicts moves by 2^-9 of itself, v by nothing. In fp32 it was 20 instructions for every 8, 2 % of the whole (docs/hopper_tried.md)."""
+    if v.dtype == gl.bfloat16:
+        return fused(X.to(gl.bfloat16), read.to(gl.bfloat16), v)
+    else:
+        return (to_f32(v) + X * read).to(v.dtype)
+
+
+@gluon.jit
 def start_solve(ring, b, XO, v, read):
-    """(Rt, Oz = D (T0, Z T0)^T begun, Oq), D = v - r_k X"""
+    """(Rt, Oz = D (T, Z T)^T begun, Oq)"""
     L32: gl.constexpr = group_layout(32, gl.num_warps())
     X, O = halves(XO)
-    D = gl.convert_layout((to_f32(v) + X * read).to(ring.kq.dtype), gl.DotOperandLayout(0, L32, 2))
+    D = gl.convert_layout(difference(v, X, read), gl.DotOperandLayout(0, L32, 2))
     zero = gl.zeros([v.shape[0], 32], gl.float32, L32)
     return warpgroup_mma(D, ring.tz.index(b).permute((1, 0)), zero, use_acc=False, is_async=True), O
 
 
 @gluon.jit
-def start_update(ring, b, RO, S):
-    """(S + Rt ki begun, Oz)"""
+def start_update(ring, b, RO, S, gain):
+    """(S + Rt ki begun, Oz), Rt <- Rt beta r_k"""
     Rt, Oz = halves(RO)
-    Rt = gl.convert_layout(Rt.to(ring.kq.dtype), gl.DotOperandLayout(0, S.type.layout, 2))
+    Rt = gl.convert_layout((Rt * gain).to(ring.kq.dtype), gl.DotOperandLayout(0, S.type.layout, 2))
     return warpgroup_mma(Rt, ki_tile(ring, b), S, is_async=True), Oz
 
 
@@ -190,19 +200,19 @@ def read_state(S, ring, b):
 
 @gluon.jit
 def solve_values(X, ring, b, h: gl.constexpr, rows: gl.constexpr):
-    """Rt = D T0^T, begun; D = v - r_k X"""
+    """Rt = D T^T, begun"""
     L16: gl.constexpr = group_layout(16, gl.num_warps())
     zero = gl.zeros([rows, 16], gl.float32, L16)
-    D = to_f32(load_values(ring, b, h, rows)) + X * ring.read.index(b).load(L16)
-    t0 = ring.tz.index(b).slice(0, 16, dim=0).permute((1, 0))
-    return warpgroup_mma(gl.convert_layout(D.to(ring.kq.dtype), gl.DotOperandLayout(0, L16, 2)), t0, zero, use_acc=False, is_async=True)
+    D = difference(load_values(ring, b, h, rows), X, ring.read.index(b).load(L16))
+    inverse = ring.tz.index(b).slice(0, 16, dim=0).permute((1, 0))
+    return warpgroup_mma(gl.convert_layout(D, gl.DotOperandLayout(0, L16, 2)), inverse, zero, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def update_state(S, R, ring, b):
-    """S + Rt ki, begun"""
+def update_state(S, R, ring, b, gain):
+    """S + Rt ki, begun; Rt = R beta r_k"""
     L: gl.constexpr = S.type.layout
-    return warpgroup_mma(gl.convert_layout(R.to(ring.kq.dtype), gl.DotOperandLayout(0, L, 2)), ki_tile(ring, b), S, is_async=True)
+    return warpgroup_mma(gl.convert_layout((R * gain).to(ring.kq.dtype), gl.DotOperandLayout(0, L, 2)), ki_tile(ring, b), S, is_async=True)
 
 
 @gluon.jit
@@ -216,8 +226,9 @@ def advance_two(S0, S1, ring, b, T: gl.constexpr):
     X1 = read_state(S1, ring, b)
     if T.kg:
         S0 = S0 * decay.load(L)
+    gain = ring.gain.index(b).load(group_layout(16, gl.num_warps()))
     R0 = warpgroup_mma_wait(1, deps=(R0,))
-    S0 = update_state(S0, R0, ring, b)
+    S0 = update_state(S0, R0, ring, b, gain)
     X1 = warpgroup_mma_wait(1, deps=(X1,))
     R1 = solve_values(X1, ring, b, 1, 64)
     S0 = warpgroup_mma_wait(1, deps=(S0,))
@@ -226,7 +237,7 @@ def advance_two(S0, S1, ring, b, T: gl.constexpr):
     else:
         S0 = S0 * decay.load(L)
     R1 = warpgroup_mma_wait(0, deps=(R1,))
-    S1 = update_state(S1, R1, ring, b)
+    S1 = update_state(S1, R1, ring, b, gain)
     S1 = warpgroup_mma_wait(0, deps=(S1,))
     if not T.kg:
         S1 = S1 * decay.load(L)
@@ -281,14 +292,15 @@ def skip_rows(ring, S, count, rank, T: gl.constexpr):
         X = read_state(S, ring, b)
         v = load_values(ring, b, 0, T.R)
         read = ring.read.index(b).load(L16)
+        gain = ring.gain.index(b).load(L16)
         X = warpgroup_mma_wait(0, deps=(X,))
-        D = gl.convert_layout((to_f32(v) + X * read).to(ring.kq.dtype), D16)
+        D = gl.convert_layout(difference(v, X, read), D16)
         R = warpgroup_mma(D, ring.tz.index(b).slice(0, 16, dim=0).permute((1, 0)), zero, use_acc=False, is_async=True)
         decay = ring.decay.index(b).load(L)
         if T.kg:
             S = S * decay
         R = warpgroup_mma_wait(0, deps=(R,))
-        S = update_state(S, R, ring, b)
+        S = update_state(S, R, ring, b, gain)
         S = warpgroup_mma_wait(0, deps=(S,))
         if not T.kg:
             S = S * decay
@@ -323,12 +335,13 @@ def scan_rows(ring, before, out, states, work, segment, HV, NS, T: gl.constexpr)
             store_rows(out, (o,), row + 16 * (n - 1), n & 1, work, HV, T)
         XO = warpgroup_mma_wait(0, deps=(XO,))
         RO, O = start_solve(ring, b, XO, v, read)
+        gain = ring.gain.index(b).load(L16)
         decay = ring.decay.index(b).load(L)
         write = ring.write.index(b).load(L16)
         if T.kg:
             S = S * decay
         RO = warpgroup_mma_wait(0, deps=(RO,))
-        S, Oz = start_update(ring, b, RO, S)
+        S, Oz = start_update(ring, b, RO, S, gain)
         o = ((O + Oz) * write).to(out.tile.dtype)
         S = warpgroup_mma_wait(0, deps=(S,))
         if not T.kg:
@@ -401,8 +414,9 @@ def scan_two_rows(ring, before, out, states, known_ptr, verdict, work, segment, 
             decay = ring.decay.index(b)
             if T.kg:
                 S0 = S0 * decay.load(L)
+            gain = ring.gain.index(b).load(L16)
             RO0 = warpgroup_mma_wait(1, deps=(RO0,))
-            S0, Oz0 = start_update(ring, b, RO0, S0)
+            S0, Oz0 = start_update(ring, b, RO0, S0, gain)
             write = ring.write.index(b).load(L16)
             o0 = ((O0 + Oz0) * write).to(out.tile.dtype)
             XO1 = warpgroup_mma_wait(1, deps=(XO1,))
@@ -412,8 +426,10 @@ def scan_two_rows(ring, before, out, states, known_ptr, verdict, work, segment, 
                 S1 = S1 * decay.load(L)
             else:
                 S0 = S0 * decay.load(L)
+            if T.kg:  # short of registers
+                gain = ring.gain.index(b).load(L16)
             RO1 = warpgroup_mma_wait(0, deps=(RO1,))
-            S1, Oz1 = start_update(ring, b, RO1, S1)
+            S1, Oz1 = start_update(ring, b, RO1, S1, gain)
             o1 = ((O1 + Oz1) * write).to(out.tile.dtype)
             S1 = warpgroup_mma_wait(0, deps=(S1,))
             if not T.kg:

@@ -7,9 +7,9 @@ Both go through the recurrence of scan.py, M's K rows without values, as two cha
 from __future__ import annotations
 
 from openkda.hopper.compat import gl, gluon, mbarrier, warpgroup_mma, warpgroup_mma_wait
-from openkda.hopper.scan import first_state, ki_tile
+from openkda.hopper.scan import difference, first_state, ki_tile
 from openkda.hopper.segments import DROPPED
-from openkda.hopper.tiles import group_layout, to_f32
+from openkda.hopper.tiles import group_layout
 
 
 @gluon.constexpr_function
@@ -59,29 +59,30 @@ def summary_scan(ring, states, sink, work, segment, HV, NS, T: gl.constexpr):
             gl.thread_barrier()  # each thread has waited; without it racecheck reports the decay, read here first
         kd = ring.kq.index(b).slice(0, 16, dim=0).permute((1, 0))
         ki = ki_tile(ring, b)
-        t0 = ring.tz.index(b).slice(0, 16, dim=0).permute((1, 0))
+        inverse = ring.tz.index(b).slice(0, 16, dim=0).permute((1, 0))
         decay = ring.decay.index(b)
         read = ring.read.index(b).load(L16)
         XB = warpgroup_mma(gl.convert_layout(B.to(dtype), D16), kd, zero, use_acc=False, is_async=True)
-        v = to_f32(ring.v.index(b).permute((1, 0)).load(L16))
+        v = ring.v.index(b).permute((1, 0)).load(L16)
         XB = warpgroup_mma_wait(0, deps=(XB,))
-        DB = gl.convert_layout((v + XB * read).to(dtype), D16)
-        RB = warpgroup_mma(DB, t0, zero, use_acc=False, is_async=True)
+        DB = gl.convert_layout(difference(v, XB, read), D16)
+        RB = warpgroup_mma(DB, inverse, zero, use_acc=False, is_async=True)
         XM = warpgroup_mma(gl.convert_layout(M.to(dtype), D16), kd, zero, use_acc=False, is_async=True)
+        gain = ring.gain.index(b).load(L16)
         RB = warpgroup_mma_wait(1, deps=(RB,))
         if T.kg:
             B = B * decay.load(L)
-        B = warpgroup_mma(gl.convert_layout(RB.to(dtype), DS), ki, B, is_async=True)
+        B = warpgroup_mma(gl.convert_layout((RB * gain).to(dtype), DS), ki, B, is_async=True)
         XM = warpgroup_mma_wait(1, deps=(XM,))
         DM = gl.convert_layout((XM * read).to(dtype), D16)
-        RM = warpgroup_mma(DM, t0, zero, use_acc=False, is_async=True)
+        RM = warpgroup_mma(DM, inverse, zero, use_acc=False, is_async=True)
         B = warpgroup_mma_wait(1, deps=(B,))
         if not T.kg:
             B = B * decay.load(L)
         RM = warpgroup_mma_wait(0, deps=(RM,))
         if T.kg:
             M = M * decay.load(L)
-        M = warpgroup_mma(gl.convert_layout(RM.to(dtype), DS), ki, M, is_async=True)
+        M = warpgroup_mma(gl.convert_layout((RM * gain).to(dtype), DS), ki, M, is_async=True)
         M = warpgroup_mma_wait(0, deps=(M,))
         if not T.kg:
             M = M * decay.load(L)

@@ -2,10 +2,10 @@
 step, transposed, [64 rows of V, K]:
 
     X_1, Oq_1, X_2, Oq_2 = S (kd_1, qd_1, kd_2, qd_2)^T
-    Rt_1, Oz_1           = D_1 (T0_1, Z_1 T0_1)^T           D_1 = v_1 - r_k X_1
+    Rt_1, Oz_1           = D_1 (T_1, Z_1 T_1)^T             D_1 = v_1 - r_k X_1, then Rt_1 <- Rt_1 beta r_k, as in scan.py
     X_2, Oq_2            = X_2, Oq_2 + D_1 cross^T
-    S                    = (S + Rt_1 ki_1) * decay_1
-    Rt_2, Oz_2           = D_2 (T0_2, Z_2 T0_2)^T           D_2 = v_2 - r_k X_2
+    S                    = S * decay_1 + Rt_1 kg_1
+    Rt_2, Oz_2           = D_2 (T_2, Z_2 T_2)^T             D_2 = v_2 - r_k X_2
     S                    = (S + Rt_2 ki_2) * decay_2"""
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from openkda.hopper.cluster import group_place, rank_of
 from openkda.hopper.compat import fence_async_shared, gl, gluon, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from openkda.hopper.entries import store_entry
 from openkda.hopper.scan import (
+    difference,
     first_state,
     halves,
     last_state,
@@ -24,7 +25,7 @@ from openkda.hopper.scan import (
     store_live_rows,
     update_state,
 )
-from openkda.hopper.tiles import first_row, group_layout, quiet, to_f32
+from openkda.hopper.tiles import first_row, group_layout, quiet
 
 
 @gluon.jit
@@ -54,12 +55,11 @@ def read_step(ring, s, S):
 
 
 @gluon.jit
-def solve_first(ring, s, XO, v, XO2):
+def solve_first(ring, s, XO, v, read, XO2):
     """(Rt, Oz of the first block begun, Oq of the first block, X, Oq of the second block from the state after the first, begun)"""
     L32: gl.constexpr = group_layout(32, gl.num_warps())
     X, O = halves(XO)
-    read = ring.read.index(2 * s).load(group_layout(16, gl.num_warps()))
-    D = gl.convert_layout((to_f32(v) + X * read).to(ring.kq.dtype), gl.DotOperandLayout(0, L32, 2))
+    D = gl.convert_layout(difference(v, X, read), gl.DotOperandLayout(0, L32, 2))
     zero = gl.zeros([v.shape[0], 32], gl.float32, L32)
     RO = warpgroup_mma(D, ring.tz.index(2 * s).permute((1, 0)), zero, use_acc=False, is_async=True)
     return RO, O, warpgroup_mma(D, ring.beside.index(s).permute((1, 0)), XO2, is_async=True)
@@ -89,23 +89,24 @@ def skip_steps(ring, S, count, rank, T: gl.constexpr):
         X = warpgroup_mma(SA, ring.kq.index(2 * s).slice(0, 16, dim=0).permute((1, 0)), zero, use_acc=False, is_async=True)
         Y = warpgroup_mma(SA, ring.kq.index(2 * s + 1).slice(0, 16, dim=0).permute((1, 0)), zero, use_acc=False, is_async=True)
         v = load_values(ring, 2 * s, 0, R)
+        S = S * ring.decay.index(2 * s).load(L)
         read = ring.read.index(2 * s).load(L16)
         X = warpgroup_mma_wait(1, deps=(X,))
-        D = gl.convert_layout((to_f32(v) + X * read).to(dtype), D16)
+        D = gl.convert_layout(difference(v, X, read), D16)
         Rt = warpgroup_mma(D, ring.tz.index(2 * s).slice(0, 16, dim=0).permute((1, 0)), zero, use_acc=False, is_async=True)
         Y = warpgroup_mma(D, ring.beside.index(s).slice(0, 16, dim=0).permute((1, 0)), Y, is_async=True)
         v = load_values(ring, 2 * s + 1, 0, R)
         read = ring.read.index(2 * s + 1).load(L16)
+        gain = ring.gain.index(2 * s).load(L16)
         Rt = warpgroup_mma_wait(1, deps=(Rt,))
-        S = update_state(S, Rt, ring, 2 * s)
+        S = update_state(S, Rt, ring, 2 * s, gain)
         Y = warpgroup_mma_wait(1, deps=(Y,))
-        D = gl.convert_layout((to_f32(v) + Y * read).to(dtype), D16)
+        D = gl.convert_layout(difference(v, Y, read), D16)
         Rt = warpgroup_mma(D, ring.tz.index(2 * s + 1).slice(0, 16, dim=0).permute((1, 0)), zero, use_acc=False, is_async=True)
-        decay = ring.decay.index(2 * s).load(L)
+        gain = ring.gain.index(2 * s + 1).load(L16)
         S = warpgroup_mma_wait(1, deps=(S,))
-        S = S * decay
         Rt = warpgroup_mma_wait(0, deps=(Rt,))
-        S = update_state(S, Rt, ring, 2 * s + 1)
+        S = update_state(S, Rt, ring, 2 * s + 1, gain)
         decay = ring.decay.index(2 * s + 1).load(L)
         S = warpgroup_mma_wait(0, deps=(S,))
         S = S * decay
@@ -133,22 +134,24 @@ def scan_steps(ring, out, states, work, HV, T: gl.constexpr):
         X, Y = read_step(ring, s, S)
         store_entry(states, S, row + 32 * n, work, HV, 0, T)
         v = live_values(ring, 2 * s, work.end - (row + 32 * n), T)
+        read = ring.read.index(2 * s).load(L16)
+        S = S * ring.decay.index(2 * s).load(L)
         if n > first:
             store_step(out, o, p, row + 32 * (n - 1), work, HV, T)
         X = warpgroup_mma_wait(1, deps=(X,))
-        RO, O, Y = solve_first(ring, s, X, v, Y)
+        RO, O, Y = solve_first(ring, s, X, v, read, Y)
+        gain = ring.gain.index(2 * s).load(L16)
         v = live_values(ring, 2 * s + 1, work.end - (row + 32 * n + 16), T)
         read = ring.read.index(2 * s + 1).load(L16)
         RO = warpgroup_mma_wait(1, deps=(RO,))
-        S, Oz = start_update(ring, 2 * s, RO, S)
+        S, Oz = start_update(ring, 2 * s, RO, S, gain)
         Y = warpgroup_mma_wait(1, deps=(Y,))
         RO, P = start_solve(ring, 2 * s + 1, Y, v, read)
+        gain = ring.gain.index(2 * s + 1).load(L16)
         o = ((O + Oz) * ring.write.index(2 * s).load(L16)).to(out.tile.dtype)
-        decay = ring.decay.index(2 * s).load(L)
         S = warpgroup_mma_wait(1, deps=(S,))
-        S = S * decay
         RO = warpgroup_mma_wait(0, deps=(RO,))
-        S, Oz = start_update(ring, 2 * s + 1, RO, S)
+        S, Oz = start_update(ring, 2 * s + 1, RO, S, gain)
         decay = ring.decay.index(2 * s + 1).load(L)
         p = ((P + Oz) * ring.write.index(2 * s + 1).load(L16)).to(out.tile.dtype)
         S = warpgroup_mma_wait(0, deps=(S,))

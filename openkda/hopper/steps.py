@@ -4,8 +4,8 @@ prep.py, but for the decay between the two blocks, with n the floor of the first
     first block     decay = exp2(n)
     second block    kd, qd = k, q exp2(G_C - n + G) 2^n     ki = k / exp2(G_C - n + G)     decay = exp2(G_C - n + G of its last row)
                     2^n multiplies rows that are rounded already, exactly; the scores of the block itself come before it
-    cross           (kd_2, qd_2) ki_1^T T0_1: what the first block's D adds to the second block's X and Oq, which the scan reads from the
-                    state before both
+    cross           (kd_2, qd_2) ki_1^T diag(beta r_k) T_1: what the first block's D adds to the second block's X and Oq, which the scan
+                    reads from the state before both
 
 The scan (scan_steps.py) has four dependent products in 32 tokens instead of six, and converts the state once. A group is two steps; a warp
 takes 64 channels of both blocks of a step, then a block's scores as in prep.py, then 16 rows of a step's cross."""
@@ -119,17 +119,25 @@ def cross_scores(ring, at, up, T: gl.constexpr):
 
 
 @gluon.jit
-def cross_blocks(ring, at, acc, T: gl.constexpr):
-    """cross of group `at`: the products times T0 of the first blocks"""
+def cross_blocks(ring, at, acc, up, T: gl.constexpr):
+    """cross of group `at`: the products times diag(beta r_k) T of the first blocks. Then ki of the first blocks times 2^n, exactly: kg"""
     mma: gl.constexpr = cross_layout()
     dtype: gl.constexpr = ring.kq.dtype
     tz = step_view(ring.tz, at, 0, 32, 16, dtype, step_layout(32, 16, 16, 32), T)
-    T0 = tz.slice(0, 16, dim=1).load(gl.DotOperandLayout(1, mma, 2))
+    inverse = tz.slice(0, 16, dim=1).load(gl.DotOperandLayout(1, mma, 2))
+    gain = ring.gain._reinterpret(gl.float32, [T.groups, 2, 32], plain_shared(2)).index(at).slice(0, 16, dim=1)
+    acc = acc * gl.expand_dims(gain.load(gl.SliceLayout(1, mma)), 1)
     x = gl.convert_layout(acc.to(dtype), gl.DotOperandLayout(0, mma, 2), assert_trivial=True)
     count: gl.constexpr = 32 if T.outputs else 16
-    found = mma_v2(x, T0, gl.zeros([2, count, 16], gl.float32, mma)).to(dtype)
+    found = mma_v2(x, inverse, gl.zeros([2, count, 16], gl.float32, mma)).to(dtype)
     cross = ring.beside._reinterpret(dtype, [T.groups, 2, 32, 16], cross_shared()).index(at)
     cross.slice(0, count, dim=1).store(found)
+    K: gl.constexpr = T.K
+    L: gl.constexpr = rows_of_step(16)
+    bits: gl.constexpr = ring.g.dtype.primitive_bitwidth
+    columns = step_view(ring.ki, at, 0, bits, K, dtype, step_layout(bits, K, 16), T).slice(0, 16, dim=1)
+    up = gl.expand_dims(gl.convert_layout(up, gl.SliceLayout(1, L), assert_trivial=True), 1)
+    columns.store(shifted(columns.load(L), (up + gl.zeros([2, 16, K], gl.float32, L)).to(dtype)))
 
 
 @gluon.constexpr_function

@@ -92,6 +92,18 @@ def shifted(x, a):
 
 
 @gluon.jit
+def fused(x, a, y):
+    """x a + y, bf16 throughout, rounded once"""
+    return gl.inline_asm_elementwise("fma.rn.bf16x2 $0, $1, $2, $3;", "=r,r,r,r", [x, a, y], dtype=gl.bfloat16, is_pure=True, pack=2)
+
+
+@gluon.jit
+def kept(x, mask):
+    """16-bit x where `mask` is -1, 0 where it is 0, two elements at a time: a selection of single elements takes the pairs apart"""
+    return gl.inline_asm_elementwise("and.b32 $0, $1, $2;", "=r,r,r", [x, mask], dtype=x.dtype, is_pure=True, pack=2)
+
+
+@gluon.jit
 def floor(x):
     return gl.inline_asm_elementwise("cvt.rmi.ftz.f32.f32 $0, $1;", "=r,r", [x], dtype=gl.float32, is_pure=True, pack=1)
 
@@ -225,11 +237,12 @@ class Ring(NamedTuple):
     g: object  # [blocks, 16, K] raw gate
     ki: object  # [blocks, 16, K], or the first of twice as many rows: k / exp(G) or kg, in the bytes of g
     v: object  # [blocks, 16, R]
-    tz: object  # [blocks, 32, 16] (T0, Z T0)
+    tz: object  # [blocks, 32, 16] (T, Z T)
     beside: object  # what a form needs beside these: [blocks / 2, 32, 16], steps.py; Spread, spread.py; else tz
     decay: object  # [blocks, 1, K] fp32 exp(G_C)
     read: object  # [blocks, 1, 16] fp32 -r_k
     write: object  # [blocks, 1, 16] fp32 scale r_q
+    gain: object  # [blocks, 1, 16] fp32 beta r_k
     full: object  # [groups] barriers (spread.py: [blocks / 2]): the raw tiles have landed, requested by operand and two blocks at a time
     ready: object  # [groups] the group is prepared
     empty: object  # [blocks / 2] the scan is done with two blocks
@@ -343,6 +356,7 @@ def make_ring(src, T: gl.constexpr):
     scales: gl.constexpr = SCALES if T.cluster else blocks
     read = gl.allocate_shared_memory(gl.float32, [scales, 1, 16], plain_shared(2))
     write = gl.allocate_shared_memory(gl.float32, [scales, 1, 16], plain_shared(2))
+    gain = gl.allocate_shared_memory(gl.float32, [scales, 1, 16], plain_shared(2))
     full = gl.allocate_shared_memory(gl.int64, [blocks // 2 // steps_awaited(T), 1], mbarrier.MBarrierLayout())
     ready = gl.allocate_shared_memory(gl.int64, [READY if T.cluster else groups, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [EMPTY if T.cluster else blocks // 2, 1], mbarrier.MBarrierLayout())
@@ -354,7 +368,7 @@ def make_ring(src, T: gl.constexpr):
             mbarrier.init(ready.index(s), count=1)
     if T.cluster:
         mbarrier.init(ready.index(groups), count=1)
-    return Ring(kq, g, ki, v, tz, beside, decay, read, write, full, ready, empty)
+    return Ring(kq, g, ki, v, tz, beside, decay, read, write, gain, full, ready, empty)
 
 
 @gluon.jit
