@@ -5,11 +5,15 @@ when all blocks of the walk have started, so nobody waits for a block that has n
 What is done is said by flags, int32 in the workspace, each written by one block:
 
     tiles    [HV, NC]                    prepare_operands: a chunk's tiles are there
+    progress [HV, N, LINE], behind them  the forward walk: how many chunks of a sequence it has requested
     states   [N, HV, V / rows, groups]   the reverse walk: dh and dv of GROUP chunks are there, counted in its order
 
 The walk's blocks clear them before they let the other launch start. A flag is raised when what it speaks of is in memory, copies complete
 and not only read from shared memory, behind a release. It is read behind an acquire, and a fence lets the copy engine see what was
 announced.
+
+The preparation is faster than the walk. Left alone it runs ahead further than the second-level cache holds, and the walk reads its tiles
+from memory. Its blocks therefore wait until the walk is within LEAD chunks; a hint, which they heed for some microseconds only.
 
 A walk that waits for tiles waits for a later launch. Where launches do not overlap (tools that run kernels one by one, a part of the chip,
 a module loaded between the two by another thread) it would do so for good. Blocks whose first tile is not there in PATIENCE therefore give
@@ -28,12 +32,15 @@ from openkda.plan import Plan
 from openkda.problem import Problem
 
 PATIENCE = gl.constexpr(10_000_000)  # nanoseconds
+LEAD = gl.constexpr(14)  # chunks that the preparation is ahead of the walk
+LOOKS = gl.constexpr(100)  # that a block of the preparation takes at how far the walk is
+LINE = gl.constexpr(32)  # int32 in a line of the cache
 GROUP = gl.constexpr(4)  # chunks of a walk that are announced together: a release takes about a chunk's time
 
 
 def tile_flags(problem: Problem, plan: Plan, device: torch.device) -> torch.Tensor:
-    """Memory for the flags of tiles; the walk clears it."""
-    return torch.empty(problem.HV, plan.num_chunks, dtype=torch.int32, device=device)
+    """Memory for the flags of tiles, and the walk's progress; the walk clears it."""
+    return torch.empty(problem.HV * (plan.num_chunks + LINE.value * problem.N), dtype=torch.int32, device=device)
 
 
 def state_flags(problem: Problem, plan: Plan, device: torch.device) -> torch.Tensor:
@@ -65,6 +72,26 @@ def clear_flags(ptr, count):
     gl.inline_asm_elementwise(code, "=r,r", [t], dtype=gl.int32, is_pure=False, pack=1)
     gl.thread_barrier()
     gdc_launch_dependents()
+
+
+@gluon.jit
+def say_progress(ptr, chunk):
+    """Leave `chunk` at ptr. One warp."""
+    t = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
+    code: gl.constexpr = "st.relaxed.gpu.global.b32 [$1], $2; mov.b32 $0, $2;"
+    gl.inline_asm_elementwise(code, "=r,l,r", [ptr + t * 0, t * 0 + chunk], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def await_progress(ptr, chunk):
+    """Wait until the walk is within LEAD chunks of `chunk`, LOOKS looks at most, by one thread: many hold up the stores they look for."""
+    code: gl.constexpr = """{ .reg .pred p; .reg .b32 x, n; mov.b32 n, $3; setp.ne.s32 p, $4, 0; @p bra DONE;
+        AGAIN: ld.relaxed.gpu.global.b32 x, [$1]; setp.ge.s32 p, x, $2; @p bra DONE; sub.s32 n, n, 1; setp.le.s32 p, n, 0; @p bra DONE;
+        nanosleep.u32 500; bra AGAIN; DONE: mov.b32 $0, n; }"""
+    t = gl.arange(0, 32 * gl.num_warps(), layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    places = [ptr + t * 0, t * 0 + (chunk - LEAD), t * 0 + LOOKS, t]
+    gl.inline_asm_elementwise(code, "=r,l,r,r,r", places, dtype=gl.int32, is_pure=False, pack=1)
+    gl.thread_barrier()
 
 
 @gluon.jit

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import torch
 
-from openkda.hopper.backward_follow import end_with_neighbour, raise_flag, stores_complete, walked
+from openkda.hopper.backward_follow import LINE, await_progress, end_with_neighbour, raise_flag, stores_complete, walked
 from openkda.hopper.backward_prepare import C, Prepared, half_span
 from openkda.hopper.backward_tiles import (
     DEAD,
@@ -268,7 +268,7 @@ def prepare_operands_kernel(
     Aqk_ptr, T_ptr, w_ptr, decay_ptr, norms_ptr, cut_ptr,  # as Prepared
     beta_ptr,  # [R, HV], row stride beta_row
     A_log_ptr, dt_bias_ptr,  # [HV], [HV, K] or None
-    flags_ptr,  # [HV, NC] int32, or None
+    flags_ptr,  # as `tile_flags` says, or None
     chunks_ptr,  # [NC, 4] int32
     beta_row, HV, group, scale, lower_bound, shift,
     steps, sequences, per_sequence, sequences_shift,  # of a fixed batch: as `walked` takes them
@@ -283,8 +283,9 @@ def prepare_operands_kernel(
     head = entry % HV
     chunk = entry // HV
     if F.beside:
-        _sequence, _met, chunk = walked(chunk, steps, (sequences, per_sequence, sequences_shift), False)
+        sequence, met, chunk = walked(chunk, steps, (sequences, per_sequence, sequences_shift), False)
         entry = chunk * HV + head
+        await_progress(flags_ptr + HV * (steps * sequences) + (head * sequences + sequence) * LINE, met)
     first, length = bounds(chunks_ptr, chunk)
     cut = 0
     if F.levels:

@@ -6,9 +6,9 @@ States are transposed, [64 rows of V, K] fp32 in accumulators, v, r, o [64 rows 
 left operand in its registers. w is negative, T comes in two parts, tiles hold all scales (backward_prepare.py). S as operand is rounded to
 bf16: those are the entry states h.
 
-Grid (V / 64, head, sequence). 4 warps walk; one warp requests the tiles of a chunk, a slot of the ring, as soon as the slot is free.
+Grid (V / 64, head, sequence). 4 warps walk; another requests the tiles of a chunk, a slot of the ring, as soon as the slot is free.
 v T^T of the next chunk follows the update of S in the matrix unit's queue, so that two products a chunk are all that waits for another.
-h, r, o leave by the copy engine under the next chunk's first product."""
+Four warps write h, r and o from shared memory by plain stores: the copy engine is busy with what is read."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-from openkda.hopper.backward_follow import await_first, clear_flags
+from openkda.hopper.backward_follow import LINE, await_first, clear_flags, say_progress
 from openkda.hopper.backward_prepare import C, Prepared
 from openkda.hopper.backward_tiles import clear_rows, of_chunks, of_tokens, to_bf16
 from openkda.hopper.compat import fence_async_shared, gl, gluon, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
@@ -29,8 +29,9 @@ from openkda.problem import Inputs, Problem
 
 ROWS = 64  # of V per block: one warpgroup's product
 WARPS = 4
-REGISTERS = 144  # a thread at launch; the walk takes what the requests, padded to 4 warps, leave
-REQUEST_REGISTERS = gl.constexpr(56)
+REGISTERS = 112  # a thread at launch; the walk takes what the other roles, of 4 warps each to the hardware, leave
+STORE_REGISTERS = gl.constexpr(88)
+REQUEST_REGISTERS = gl.constexpr(40)
 
 
 @dataclass(frozen=True)
@@ -84,15 +85,14 @@ class Place(NamedTuple):
     row0: object  # first row of V
 
 
-class Sent(NamedTuple):
-    """What a walk writes by the copy engine, with two tiles of each: one is filled while the other leaves"""
+class Leaving(NamedTuple):
+    """What is handed to those who write it, two tiles of each: h of a chunk, r and o of the one before"""
 
-    h: object  # [NC*HV*V, K], boxes [64, K]: states, h or dh
-    r: object  # [NC*HV*V, 32], boxes [64, 32], or None
-    o: object  # [R, HV*V], boxes [32, 64]: o or dv, or None
-    h_tile: object  # shared [2, 64, K]
-    r_tile: object  # shared [2, 64, 32]
-    o_tile: object  # shared [2, 32, 64]
+    h: object  # shared [2, 64, K]
+    r: object  # shared [2, 64, 32]
+    o: object  # shared [2, 32, 64], where it is written
+    full: object  # [2] barriers
+    free: object
 
 
 @gluon.constexpr_function
@@ -158,7 +158,7 @@ def slot_bytes(W):
 
 
 @gluon.jit
-def load_role(ring, maps, place, flags_ptr, HV, W: gl.constexpr):
+def load_role(ring, maps, place, flags_ptr, progress_ptr, HV, W: gl.constexpr):
     """Request the tiles of all chunks, in the order of the walk"""
     ready = 0
     for c in range(place.count):
@@ -166,6 +166,7 @@ def load_role(ring, maps, place, flags_ptr, HV, W: gl.constexpr):
         if flags_ptr is not None:
             if c == ready:
                 ready += await_run(flags_ptr + c, place.count - c)
+            say_progress(progress_ptr, c)
         mbarrier.wait(ring.free.index(at), ((c // W.slots) & 1) ^ 1)
         i = place.count - 1 - c if W.reverse else c
         entry = (place.chunk + i) * HV + place.head
@@ -244,14 +245,82 @@ def start_values(ring, at):
 
 
 @gluon.jit
-def forward_role(ring, sent, states, place, HV, W: gl.constexpr):
+def make_leaving(dtype: gl.constexpr, W: gl.constexpr):
+    K: gl.constexpr = W.K
+    full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for b in gl.static_range(2):
+        mbarrier.init(full.index(b), count=1)
+        mbarrier.init(free.index(b), count=1)
+    h = gl.allocate_shared_memory(dtype, [2, 64, K], tile_layout(16))
+    r = gl.allocate_shared_memory(dtype, [2, 64, 32], tile_layout(16, 64))
+    o = gl.allocate_shared_memory(dtype, [2, 32, 64], tile_layout(16)) if W.outputs else r
+    return Leaving(h, r, o, full, free)
+
+
+@gluon.jit
+def leave(ring, leaving, Sb, r, o, c, W: gl.constexpr):
+    """Hand h of chunk c, r and o of the one before to those who write them; the slot of the one before is free"""
+    b = c % 2
+    mbarrier.wait(leaving.free.index(b), ((c // 2) & 1) ^ 1)
+    leaving.h.index(b).store(Sb)
+    leaving.r.index(b).store(r)
+    if W.outputs:
+        leaving.o.index(b).permute((1, 0)).store(o)
+    gl.thread_barrier()
+    mbarrier.arrive(leaving.full.index(b), count=1)
+    mbarrier.arrive(ring.free.index((c + W.slots - 1) % W.slots), count=1, pred=c > 0)
+
+
+@gluon.constexpr_function
+def rows_layout(width):
+    """[rows, width] bf16, 16 bytes a thread, whole rows side by side; 4 warps"""
+    return gl.BlockedLayout([1, 8], [256 // width, width // 8], [4, 1], [1, 0])
+
+
+@gluon.jit
+def store_role(leaving, h_ptr, r_ptr, o_ptr, place, HV, W: gl.constexpr):
+    """Write h of the chunk met as number n, r and o of the one before"""
+    K: gl.constexpr = W.K
+    LH: gl.constexpr = rows_layout(K)
+    LR: gl.constexpr = rows_layout(32)
+    LO: gl.constexpr = rows_layout(64)
+    at_h = gl.arange(0, 64, layout=gl.SliceLayout(1, LH))[:, None] * K + gl.arange(0, K, layout=gl.SliceLayout(0, LH))[None, :]
+    at_r = gl.arange(0, 64, layout=gl.SliceLayout(1, LR))[:, None] * 32 + gl.arange(0, 32, layout=gl.SliceLayout(0, LR))[None, :]
+    token = gl.arange(0, 32, layout=gl.SliceLayout(1, LO))[:, None]
+    at_o = token * (HV * W.V) + gl.arange(0, 64, layout=gl.SliceLayout(0, LO))[None, :]
+    row = (place.chunk.to(gl.int64) * HV + place.head) * W.V + place.row0
+    h_ptr += row * K
+    r_ptr += (row - HV * W.V) * 32
+    if W.outputs:
+        o_ptr += ((place.first - 32).to(gl.int64) * HV + place.head) * W.V + place.row0
+    for n in range(place.count + gl.minimum(place.count, 1)):
+        b = n % 2
+        mbarrier.wait(leaving.full.index(b), (n // 2) & 1)
+        h = leaving.h.index(b).load(LH)
+        r = leaving.r.index(b).load(LR)
+        if W.outputs:
+            o = leaving.o.index(b).load(LO)
+        gl.thread_barrier()
+        mbarrier.arrive(leaving.free.index(b), count=1)
+        gl.store(h_ptr + at_h, h, mask=(n < place.count) & (at_h >= 0))
+        gl.store(r_ptr + at_r, r, mask=(n > 0) & (at_r >= 0))
+        if W.outputs:
+            gl.store(o_ptr + at_o, o, mask=(n > 0) & (token < place.length + 32 - 32 * n) & (at_o >= 0))
+            o_ptr += 32 * HV * W.V
+        h_ptr += HV * W.V * K
+        r_ptr += HV * W.V * 32
+
+
+@gluon.jit
+def forward_role(ring, leaving, S0_ptr, final_ptr, place, HV, W: gl.constexpr):
     K: gl.constexpr = W.K
     L: gl.constexpr = group_layout(K, gl.num_warps())
     L32: gl.constexpr = group_layout(32, gl.num_warps())
     zero = gl.zeros([64, 32], gl.float32, L32)
-    S = first_state(states[0], place, HV, W)
+    S = first_state(S0_ptr, place, HV, W)
     if place.count > 0:
-        r = zero.to(sent.h.dtype)
+        r = zero.to(leaving.h.dtype)
         o = r
         at = land(ring, 0, 0, place, W)
         X = warpgroup_mma_wait(0, deps=(start_values(ring, at),))
@@ -262,7 +331,7 @@ def forward_role(ring, sent, states, place, HV, W: gl.constexpr):
             if W.outputs:
                 O = warpgroup_mma(left, ring.qg.index(at).permute((1, 0)), zero, use_acc=False, is_async=True)
             decay = ring.decay.index(at)._reinterpret(gl.float32, [1, K], decay_layout(K)).load(L)
-            send(ring, sent, Sb, r, o, c, c, place, HV, W)
+            leave(ring, leaving, Sb, r, o, c, W)
             S = S * decay
             n = gl.minimum(c + 1, place.count - 1)
             after = land(ring, n, n, place, W)
@@ -278,69 +347,27 @@ def forward_role(ring, sent, states, place, HV, W: gl.constexpr):
             else:
                 S, X = warpgroup_mma_wait(0, deps=(S, X))
             at = after
-        send_last(sent, r, o, states, place, HV, W)
-    last_state(states[1], S, place, HV, W)
-
-
-@gluon.jit
-def send(ring, sent, Sb, r, o, c, i, place, HV, W: gl.constexpr):
-    """Begin to write h of chunk c, r and o of the one before"""
-    tile = c % 2
-    tma.store_wait(3 if W.outputs else 2)
-    if c > 0:
-        mbarrier.arrive(ring.free.index((c - 1) % W.slots), count=1)
-    sent.h_tile.index(tile).store(Sb)
-    sent.r_tile.index(tile).store(r)
-    if W.outputs:
-        sent.o_tile.index(tile).permute((1, 0)).store(o)
-    fence_async_shared()
-    row = ((place.chunk + c) * HV + place.head) * W.V + place.row0
-    tma.async_copy_shared_to_global(sent.h, [row, 0], sent.h_tile.index(tile))
-    if c > 0:
-        tma.async_copy_shared_to_global(sent.r, [row - HV * W.V, 0], sent.r_tile.index(tile))
-        if W.outputs:
-            tma.async_copy_shared_to_global(sent.o, [place.first + 32 * (c - 1), place.head * W.V + place.row0], sent.o_tile.index(tile))
-
-
-@gluon.jit
-def send_last(sent, r, o, states, place, HV, W: gl.constexpr):
-    """Write r and o of the last chunk; o by masked stores where the sequence ends within it"""
-    tma.store_wait(0)
-    c = place.count - 1
-    row = ((place.chunk + c) * HV + place.head) * W.V + place.row0
-    sent.r_tile.index(0).store(r)
-    if W.outputs:
-        sent.o_tile.index(0).permute((1, 0)).store(o)
-    fence_async_shared()
-    tma.async_copy_shared_to_global(sent.r, [row, 0], sent.r_tile.index(0))
-    if W.outputs:
-        live = place.length - 32 * c
-        if live == 32:
-            tma.async_copy_shared_to_global(sent.o, [place.first + 32 * c, place.head * W.V + place.row0], sent.o_tile.index(0))
-        else:
-            L: gl.constexpr = o.type.layout
-            token = gl.arange(0, 32, layout=gl.SliceLayout(0, L))[None, :]
-            v = gl.arange(0, 64, layout=gl.SliceLayout(1, L))[:, None]
-            at = ((place.first + 32 * c).to(gl.int64) * HV + place.head) * W.V + place.row0
-            gl.store(states[2] + at + token * (HV * W.V) + v, o, mask=(token < live) & (v >= 0))
-    tma.store_wait(0)
+        leave(ring, leaving, to_bf16(S), r, o, place.count, W)
+    last_state(final_ptr, S, place, HV, W)
 
 
 @gluon.jit(do_not_specialize=["HV", "NC"])
 def forward_walk_kernel(
     w_desc, kg_desc, qg_desc, T_desc, Aqk_desc, decay_desc, v_desc,  # as Maps
-    h_desc, r_desc, o_desc,  # as Sent
-    o_ptr,  # the same memory
+    h_ptr, r_ptr,  # [NC, HV, V, K], [NC, HV, V, 32]
+    o_ptr,  # [R, HV, V], or None
     S0_ptr, final_ptr,  # [N, HV, K, V] or [N, HV, V, K], or None
     sequences_ptr,  # [N, 4] int32
-    flags_ptr,  # [HV, NC] int32: raised when a chunk's tiles are there (backward_follow.py); None: they are
+    flags_ptr,  # int32: raised when a chunk's tiles are there (backward_follow.py); None: they are
     gave_up_ptr,  # [N, HV, V / 64] int32: blocks that wait for flags write whether they gave up, others go on where one did; or None
     HV, NC, W: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    K: gl.constexpr = W.K
     maps = Maps(w_desc, kg_desc, qg_desc, T_desc, Aqk_desc, decay_desc, v_desc)
     place = locate(sequences_ptr, 64)
+    progress_ptr = sequences_ptr  # not written where there are no flags
     if flags_ptr is not None:
+        progress_ptr = flags_ptr + HV * NC + (place.head * gl.num_programs(2) + place.sequence) * LINE
+        gl.store(progress_ptr, 0)
         flags_ptr += place.head * NC + place.chunk
         clear_flags(flags_ptr, place.count)
     if gave_up_ptr is not None:
@@ -348,19 +375,22 @@ def forward_walk_kernel(
         if flags_ptr is not None:
             there = await_first(flags_ptr)
             gl.store(gave_up_ptr, 1 - there)
+            if there == 0:
+                gl.store(progress_ptr, place.count)
         else:
             there = gl.load(gave_up_ptr)
         if there == 0:
             return
     ring = make_ring(maps, W)
-    states = gl.allocate_shared_memory(h_desc.dtype, [2, 64, K], tile_layout(16))
-    values = gl.allocate_shared_memory(h_desc.dtype, [2, 64, 32], tile_layout(16, 64))
-    tokens = gl.allocate_shared_memory(h_desc.dtype, [2, 32, 64], tile_layout(16)) if W.outputs else None
-    sent = Sent(h_desc, r_desc, o_desc, states, values, tokens)
+    leaving = make_leaving(w_desc.dtype, W)
     gl.warp_specialize(
-        [(forward_role, (ring, sent, (S0_ptr, final_ptr, o_ptr), place, HV, W)), (load_role, (ring, maps, place, flags_ptr, HV, W))],
-        [1],
-        [REQUEST_REGISTERS],
+        [
+            (forward_role, (ring, leaving, S0_ptr, final_ptr, place, HV, W)),
+            (store_role, (leaving, h_ptr, r_ptr, o_ptr, place, HV, W)),
+            (load_role, (ring, maps, place, flags_ptr, progress_ptr, HV, W)),
+        ],
+        [4, 1],
+        [STORE_REGISTERS, REQUEST_REGISTERS],
     )
 
 
@@ -384,12 +414,11 @@ def forward_launch(
 ) -> Launch:  # fmt: skip
     """stride: elements between rows of v; dtypes of the given and of the final state, None: absent; the rest: which operands there are"""
     V, HV = p.V, p.HV
-    rows = lambda x, width: Matrix(x, p.dtype, NC * HV * V, width, width, ROWS, width)
-    o = (of_tokens(TOKENS, p.dtype, p, HV * V, ROWS), Pointer(TOKENS, p.dtype)) if outputs else (None, None)
+    written = (Pointer(STATE, p.dtype), Pointer(VALUES, p.dtype), Pointer(TOKENS, p.dtype) if outputs else None)
     given, final = (None if dtype is None else Pointer(x, dtype) for x, dtype in zip((GIVEN, FINAL), dtypes))
     flags = Pointer(FLAGS, torch.int32) if follows else None
     args = (
-        *tiles_of(p, NC, stride, outputs), rows(STATE, p.K), rows(VALUES, C), *o, given, final, Pointer(SEQUENCES, torch.int32), flags,
+        *tiles_of(p, NC, stride, outputs), *written, given, final, Pointer(SEQUENCES, torch.int32), flags,
         Pointer(GAVE_UP, torch.int32) if gave_up else None, HV, NC,
     )  # fmt: skip
     walk = Walk(p.K, V, slots, p.state_v_first, outputs)

@@ -34,6 +34,7 @@ from openkda.hopper.backward_walk import (
     last_state,
     locate,
     make_ring,
+    rows_layout,
     tiles_of,
 )
 from openkda.hopper.compat import gl, gluon, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
@@ -108,12 +109,6 @@ def load_rest_role(ring, maps, place, HV, W: gl.constexpr):
         tma.async_copy_global_to_shared(maps.qg, [entry * 32, 0], landed, ring.qg.index(at))
         tma.async_copy_global_to_shared(maps.w, [entry * 32, 0], landed, ring.w.index(at))
         tma.async_copy_global_to_shared(maps.T, [entry * 64, 0], landed, ring.T.index(at))
-
-
-@gluon.constexpr_function
-def rows_layout(width):
-    """[rows, width] bf16, 16 bytes a thread, whole rows side by side; 4 warps"""
-    return gl.BlockedLayout([1, 8], [256 // width, width // 8], [4, 1], [1, 0])
 
 
 @gluon.jit
