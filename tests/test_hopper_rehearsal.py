@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from openkda import hopper
 from openkda.hopper import gradients
 from openkda.hopper import launch as launch_of_forward
-from openkda.hopper.backward_config import Scans, choose_scans, keeping
+from openkda.hopper.backward_config import Scans, choose_scans, fitted, keeping
 from openkda.hopper.rehearsal import ALIGNMENT, rehearse
 from openkda.hopper.runtime import Launch, Matrix, Pointer, launch, on_device, start
 from openkda.problem import Problem
@@ -247,3 +247,13 @@ def test_nothing_else_is_imported():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[1])
     assert done.stdout.strip() == "[]", done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("count, H, beside", [(132, 32, True), (132, 48, True), (114, 32, True), (114, 48, False), (78, 32, False)])
+def test_nothing_runs_beside_walks_that_fill_a_smaller_chip(count, H, beside):
+    p = problem(H=H)
+    scans = keeping(p)
+    assert scans.beside
+    found = fitted(scans, p, count)
+    assert found.walks and found.beside == beside
+    assert found == scans if beside else "in turn" in found.reason

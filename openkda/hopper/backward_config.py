@@ -4,7 +4,7 @@ The constants are microseconds on an H200 at K = V = 128 (docs/backward.md)."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 
@@ -108,3 +108,11 @@ def walks(problem: Problem) -> Scans:
     beside = problem.bounded and blocks <= BESIDE
     where = "beside the kernels that make their tiles and take their states" if beside else "by themselves"
     return Scans(walks=True, beside=beside, reason=f"walks of {blocks} blocks each way, {where}")
+
+
+def fitted(scans: Scans, problem: Problem, multiprocessors: int) -> Scans:
+    """`scans` for a device of so many multiprocessors. Nothing runs beside walks that leave it fewer than the most that are allowed leave
+    the whole chip (an H20, a part of a chip): their blocks would wait, 10 ms each, for a launch that finds no place."""
+    if scans.beside and multiprocessors - walk_blocks(problem) < MULTIPROCESSORS - BESIDE:
+        return replace(scans, beside=False, reason=scans.reason + ", in turn on this device")
+    return scans

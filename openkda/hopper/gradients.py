@@ -14,14 +14,14 @@ On a device the call is rehearsed once per problem (rehearsal.py): later calls a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial, reduce
+from functools import cache, partial, reduce
 from operator import or_
 from typing import NamedTuple
 
 import torch
 
 from openkda.hopper.backward_chunk import chunk_gradients
-from openkda.hopper.backward_config import Scans, choose_scans, keeping
+from openkda.hopper.backward_config import Scans, choose_scans, fitted, keeping
 from openkda.hopper.backward_follow import block_flags, state_flags, tile_flags
 from openkda.hopper.backward_fused import fused_gradients
 from openkda.hopper.backward_fused_levels import fused_levels
@@ -225,6 +225,11 @@ def arranged(operands: Tensors) -> tuple[list[torch.Tensor | None], tuple[int, .
     return [*packed, *(None if t is None else dense(t) for t in operands[STRIDED:])], None if same else strides
 
 
+@cache
+def multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 def run(
     problem: Problem, inputs: Inputs, needs: tuple[bool, ...], scans: Scans, o: torch.Tensor, do: torch.Tensor,
     dfinal_state: torch.Tensor | None, zero: bool, part: str, kept: Tensors = (),
@@ -242,6 +247,7 @@ def run(
         operands, strides = arranged(operands)
     kinds = tuple(None if t is None else t.dtype for t in (x.A_log, x.dt_bias, x.cu_seqlens))
     of_state = None if dfinal_state is None else dfinal_state.dtype
+    scans = fitted(scans, p, multiprocessors(device))
     soon = partial(ahead, p, kinds, "rest") if part == "forward" else tuple
     return rehearsed(device, soon, p, needs, scans, strides, kinds, of_state, zero, part).run(operands, zero, device)
 
