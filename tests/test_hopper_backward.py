@@ -313,6 +313,13 @@ def test_why_not():
 SPILLS = {"prepare_operands_kernel": 112, "fused_gradients_kernel": 56, "fused_levels_kernel": 32, "forward_walk_kernel": 8}
 
 
+def fit(kernels, spills):
+    """What a multiprocessor has suffices: registers but for the bytes that are known, shared memory for a block."""
+    for k in kernels:
+        assert k.spills <= spills.get(k.name, 0), k
+        assert k.shared <= SHARED_LIMIT["sm_90"], k
+
+
 def test_offline_compile():
     kernels = in_subprocess("sm_90", "offline_hopper_backward:compile_gradients")
     names = {
@@ -325,17 +332,13 @@ def test_offline_compile():
         "sums_kernel",
     }
     assert {k.name for k in kernels} == names
-    for k in kernels:
-        assert k.spills <= SPILLS.get(k.name, 0), k
-        assert k.shared <= SHARED_LIMIT["sm_90"], k
+    fit(kernels, SPILLS)
 
 
 def test_offline_compile_of_walks():
     kernels = in_subprocess("sm_90", "offline_hopper_backward:compile_walks")
     assert {"forward_walk_kernel", "reverse_walk_kernel", "prepare_operands_kernel", "fused_gradients_kernel"} <= {k.name for k in kernels}
-    for k in kernels:
-        assert k.spills <= SPILLS.get(k.name, 0), k
-        assert k.shared <= SHARED_LIMIT["sm_90"], k
+    fit(kernels, SPILLS)
 
 
 # Tiles of fp32: one block a multiprocessor, in all its registers.
@@ -345,9 +348,7 @@ SPILLS_HALF = {"prepare_chunk_kernel": 304, "scans_kernel": 64, "chunk_gradients
 def test_offline_compile_half_precision():
     kernels = in_subprocess("sm_90", "offline_hopper_backward:compile_half")
     assert {"prepare_chunk_kernel", "scans_kernel", "summaries_kernel", "score_gradients_kernel"} <= {k.name for k in kernels}
-    for k in kernels:
-        assert k.spills <= SPILLS_HALF.get(k.name, 0), k
-        assert k.shared <= SHARED_LIMIT["sm_90"], k
+    fit(kernels, SPILLS_HALF)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
