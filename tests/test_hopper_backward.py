@@ -310,7 +310,7 @@ def test_why_not():
 
 
 # Bytes per thread. Two overlapping blocks of eight warps that spill a little beat one that does not; levels are for very fast gates only.
-SPILLS = {"prepare_operands_kernel": 112, "fused_gradients_kernel": 56, "fused_levels_kernel": 32, "forward_walk_kernel": 8}
+SPILLS = {"prepare_operands_kernel": 112, "fused_gradients_kernel": 24, "fused_levels_kernel": 32, "forward_walk_kernel": 8}
 
 
 def fit(kernels, spills):
@@ -372,11 +372,14 @@ KEPT = [
 
 @pytest.fixture
 def keeping(monkeypatch):
-    """Every call keeps that could, however few its heads."""
+    """Every call keeps that could, however few its heads, and recomputes by walks."""
     monkeypatch.setattr(backward_config, "FEWEST", 1)
-    backward_config.keeping.cache_clear()
+    chosen = backward_config.keeping, backward_config.choose_scans
+    for choice in chosen:
+        choice.cache_clear()
     yield
-    backward_config.keeping.cache_clear()
+    for choice in chosen:
+        choice.cache_clear()
 
 
 @pytest.mark.hopper

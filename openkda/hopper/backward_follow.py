@@ -126,14 +126,13 @@ def raise_flag(ptr):
 @gluon.jit
 def await_flags(ptr, count: gl.constexpr, stride):
     """Wait until `count` flags, `stride` apart, are raised; then the copy engine may read what they announce. The compiler divides a tile
-    with rows of 256 bytes among requests of the first two warps: those look."""
+    with rows of 256 bytes among requests of the first two warps: those look, and only what they request is behind their look."""
     code: gl.constexpr = """{ .reg .pred p; .reg .b32 x; mov.u32 x, %tid.x; setp.ge.u32 p, x, 64; @p bra DONE;
         AGAIN: ld.acquire.gpu.global.b32 x, [$1]; setp.eq.s32 p, x, 0; @p nanosleep.u32 100; @p bra AGAIN;
         fence.proxy.async; DONE: mov.b32 $0, 0; }"""
     t = gl.arange(0, 32 * gl.num_warps(), layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
     for i in gl.static_range(count):
         gl.inline_asm_elementwise(code, "=r,l", [ptr + i * stride + t * 0], dtype=gl.int32, is_pure=False, pack=1)
-    gl.thread_barrier()
 
 
 @gluon.jit

@@ -26,12 +26,11 @@ r dS'^T. With them the registers are full: what is small and needed again late, 
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
-from openkda.hopper.backward_follow import GROUP, await_flags, end_with_neighbour, walk_rows, walked
-from openkda.hopper.backward_prepare import SPAN, C, half_span
+from openkda.hopper.backward_follow import GROUP, end_with_neighbour, walk_rows, walked
+from openkda.hopper.backward_fused_memory import Sources, bring_tiles, make_buffers
+from openkda.hopper.backward_prepare import SPAN, C, Prepared, half_span
 from openkda.hopper.backward_tiles import (
     DEAD,
     both_sums,
@@ -61,49 +60,12 @@ from openkda.hopper.backward_tiles import (
 from openkda.hopper.compat import fence_async_shared, gl, gluon, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from openkda.hopper.launch import dense, packed_rows
 from openkda.hopper.runtime import Launch, Pointer, full_name, start
-from openkda.hopper.tiles import ex2, group_layout, plain_shared, tile_layout
+from openkda.hopper.tiles import ex2, group_layout
 from openkda.plan import Plan
 from openkda.portable.tile import as_rows
 from openkda.problem import Inputs, Problem
 
 WARPS = 8
-
-
-class Sources(NamedTuple):
-    """Tensor maps of what is read"""
-
-    q: object  # [R, H*K], boxes [32, K]
-    k: object
-    g: object  # [R, HV*K], boxes [32, K]
-    do: object  # [R, HV*V], boxes [32, V]
-    dv: object
-    h: object  # [NC*HV*V, K], boxes [V, K]
-    dh: object
-    r: object  # [NC*HV*V, 32], boxes [V, 32]
-
-
-class Buffers(NamedTuple):
-    """Shared memory"""
-
-    q: object  # [32, K], then qx
-    k: object  # then kx
-    g: object  # in the gate's dtype
-    dd: object  # [64, V] do, dv
-    h: object  # [V, K]
-    dh: object
-    r: object  # [V, 32]
-    pairs: object  # [64, 32] dZ, dA over size, in the bytes of r
-    sums: object  # [warps, 32, 2] fp32, likewise: each warp's sums over its channels
-    totals: object  # [2, 32] fp32, likewise: over all channels
-    along: object  # its rows
-    kept: object  # [2, K, 32] fp32, in the bytes of dh where they suffice: of `any`
-    dq: object  # [32, K], in the bytes of h
-    dk: object  # of do, dv
-    dg: object  # of dh, or of g where dh's are taken
-    norms: object  # [2, 32] fp32
-    bias: object  # [K] fp32
-    peaks: object  # two of [4, warps / 4] fp32: each warp's largest element
-    landed: object  # barriers, one a copy: two on one barrier would wait for each other
 
 
 @gluon.constexpr_function
@@ -116,24 +78,6 @@ def pair_layout(warps):
 def whole_layout(warps):
     """[4, warps / 4], all of it in every thread"""
     return gl.BlockedLayout([4, warps // 4], [1, 32], [warps, 1], [1, 0])
-
-
-@gluon.jit
-def request(src, buf, entry, first, head, group, flags_ptr, groups, F: gl.constexpr):
-    """Bring all tiles, what is needed first first; those that a walk beside this launch writes when its flags are raised"""
-    K: gl.constexpr = F.K
-    V: gl.constexpr = F.V
-    shared = quotient(head, group) * K
-    maps = src.g, src.k, src.q, src.r, src.h, src.dh, src.do, src.dv
-    tiles = buf.g, buf.k, buf.q, buf.r, buf.h, buf.dh, buf.dd.slice(0, 32, dim=0), buf.dd.slice(32, 32, dim=0)
-    rows = first, first, first, entry * V, entry * V, entry * V, first, first
-    columns = head * K, shared, shared, 0, 0, 0, head * V, head * V
-    for n in gl.static_range(8):
-        mbarrier.expect(buf.landed[n], maps[n].block_type.nbytes)
-    for n in gl.static_range(8):
-        if F.beside and n == 5:
-            await_flags(flags_ptr, F.announcers, groups)
-        tma.async_copy_global_to_shared(maps[n], [rows[n], columns[n]], buf.landed[n], tiles[n])
 
 
 @gluon.jit
@@ -160,15 +104,15 @@ def score_gradients(DN, least, buf, beta, floor, dbeta_ptr, norms_ptr, late, cut
         DN = DN * gl.where(key < length, 1.0 / gl.load(norms_ptr + 32 + key), 0.0)[None, :]
     DN = gl.where(column < (token + 1 - lower.to(gl.int32))[:, None], DN * factor[:, None], 0.0)
     W: gl.constexpr = gl.num_warps()
-    peaks = gl.max(gl.max(gl.abs(DN).reshape([64, W // 4, 128 // W]), 2).reshape([4, 16, W // 4]), 1)
-    buf.peaks[0].store(peaks)
+    peaks = gl.max(gl.max(gl.max(gl.abs(DN).reshape([4, 2, 8, W // 4, 16 // W, 4, 2]), 6), 4), 1).permute((0, 2, 1, 3))
+    peaks = peaks.reshape([4, W // 4, 32])  # a number of each thread
     if not F.any:
-        buf.peaks[1].store(gl.max(gl.max(gl.abs(least), 1).reshape([4, W // 4, 16]), 2))
+        least = gl.max(gl.max(gl.max(gl.abs(least).reshape([W // 4, 4, 2, 8, 4, 4, 2]), 6), 4), 2).permute((1, 0, 2, 3))
+        peaks = gl.maximum(peaks, gl.convert_layout(least.reshape([4, W // 4, 32]), peaks.type.layout, assert_trivial=True) * 2.0**-10)
+    buf.peaks.store(gl.max(peaks.to(gl.int32, bitcast=True), 2))  # a warp finds the largest of integers in one instruction
     gl.thread_barrier()  # and other tiles may come into r's place
-    peaks = buf.peaks[0].load(whole_layout(W))
-    if not F.any:
-        peaks = gl.maximum(peaks, buf.peaks[1].load(whole_layout(W)) * 2.0**-10)
-    bits = gl.maximum(gl.max(gl.max(peaks, 1), 0), 2.0**-60).to(gl.int32, bitcast=True) & 0x7F800000
+    peaks = gl.max(gl.max(buf.peaks.load(whole_layout(W)), 1), 0)
+    bits = gl.maximum(peaks, 0x21800000) & 0x7F800000  # at least 2^-60
     per_size = (0x7F000000 - bits).to(gl.float32, bitcast=True)
     if F.any:
         if cut < 32:
@@ -198,75 +142,41 @@ def keep_state_part(written, ky, up, last, rho, cut, norms, length, slope, offse
 
 
 @gluon.jit
-def make_barrier():
-    barrier = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(barrier, count=1)
-    return barrier
-
-
-@gluon.jit
-def make_buffers(src, F: gl.constexpr):
-    K: gl.constexpr = F.K
-    V: gl.constexpr = F.V
-    dtype: gl.constexpr = src.q.dtype
-    h = gl.allocate_shared_memory(dtype, [V, K], tile_layout(16))
-    dh = gl.allocate_shared_memory(dtype, [V, K], tile_layout(16))
-    dd = gl.allocate_shared_memory(dtype, [64, V], tile_layout(16))
-    q = gl.allocate_shared_memory(dtype, [32, K], tile_layout(16))
-    k = gl.allocate_shared_memory(dtype, [32, K], tile_layout(16))
-    g = gl.allocate_shared_memory(src.g.dtype, [32, K], tile_layout(src.g.dtype.primitive_bitwidth))
-    both = gl.allocate_shared_memory(dtype, [2, 64, 32], tile_layout(16, 64))
-    r = both._reinterpret(dtype, [V, 32], tile_layout(16, 64))
-    if V == 128 or not F.any:
-        kept = dh._reinterpret(gl.float32, [V // 64, K, 32], tile_layout(32))
-    else:
-        kept = gl.allocate_shared_memory(gl.float32, [2, K, 32], tile_layout(32))
-    sums = both.index(1)._reinterpret(gl.float32, [K // 16, 32, 2], plain_shared(3))
-    totals = both.index(1)._reinterpret(gl.float32, [16, 2, 32], plain_shared(2)).index(15)  # past the sums
-    along = both.index(1)._reinterpret(gl.float32, [32, 32], plain_shared(1))
-    dq = h._reinterpret(dtype, [V // 32, 32, K], tile_layout(16)).index(0)
-    dk = dd._reinterpret(dtype, [2 * V // K, 32, K], tile_layout(16)).index(0)
-    if F.any:
-        dg = g
-    else:
-        bits: gl.constexpr = src.g.dtype.primitive_bitwidth
-        dg = dh._reinterpret(src.g.dtype, [V // 2 // bits, 32, K], tile_layout(bits)).index(0)
-    norms = gl.allocate_shared_memory(gl.float32, [2, 32], plain_shared(1))
-    bias = gl.allocate_shared_memory(gl.float32, [K], plain_shared(1))
-    W: gl.constexpr = gl.num_warps() // 4
-    peaks = gl.allocate_shared_memory(gl.float32, [4, W], plain_shared(2)), gl.allocate_shared_memory(gl.float32, [4, W], plain_shared(2))
-    landed = (
-        make_barrier(), make_barrier(), make_barrier(), make_barrier(), make_barrier(), make_barrier(), make_barrier(), make_barrier(),
-    )  # fmt: skip
-    return Buffers(
-        q, k, g, dd, h, dh, r, both.index(0), sums, totals, (along.index(30), along.index(31)), kept, dq, dk, dg, norms, bias, peaks, landed
-    )
-
-
-@gluon.jit
-def divide_by_decay(buf, nq, nk, slope, offset, factor, shift, L: gl.constexpr, F: gl.constexpr):
-    """Leave qx and kx in the places of q and k; ky in bf16, x [K, 32], and log2 of the chunk's decay [K]"""
-    s = token_decay(buf.g, slope, offset, factor, L, F)
+def decays(gate, slope, offset, factor, shift, L: gl.constexpr, F: gl.constexpr):
+    """x [K, 32] from the gate's tile, and log2 of the chunk's decay [K]"""
+    s = token_decay(gate, slope, offset, factor, L, F)
     last = gl.sum(s, 1)
     G = sums_from_first(s)
     if F.any:
-        up = ex2(hold(G, -2.0 * shift) + shift)
+        return ex2(hold(G, -2.0 * shift) + shift), last
     else:
-        last *= factor
-        up = ex2(G * factor + shift)
-    buf.q.permute((1, 0)).store(to_bf16(widen(buf.q.permute((1, 0)).load(L)) * nq[None, :] * up))
-    k = widen(buf.k.permute((1, 0)).load(L)) * nk[None, :]
+        return ex2(G * factor + shift), last * factor
+
+
+@gluon.jit
+def divide_by_decay(buf, nq, nk, up, L: gl.constexpr):
+    """Leave qx and kx in the places of q and k; ky in bf16"""
+    q = buf.q.permute((1, 0)).load(L)
+    k = buf.k.permute((1, 0)).load(L)
+    gl.thread_barrier()  # one for both tiles, in whose places others come
+    buf.q.permute((1, 0)).store(to_bf16(widen(q) * nq[None, :] * up))
+    k = widen(k) * nk[None, :]
     buf.k.permute((1, 0)).store(to_bf16(k * up))
-    return to_bf16(k * inverse(up)), up, last
+    return to_bf16(k * inverse(up))
 
 
 @gluon.jit
 def over_size(sum_q, read, written, per_size, last, norms, length, scale, shift, L: gl.constexpr, F: gl.constexpr):
     """The state's parts of dq and dk over size and the factor of their tile, x or y; without one of a written key where it is kept apart"""
     K: gl.constexpr = F.K
-    unit = ex2(-shift)  # per_size first: the factors' own products may leave fp32's range
-    sum_q = sum_q * per_size * (unit * scale)
-    read = read * per_size * -unit
+    unit = ex2(-shift)
+    for_q, for_read = unit * scale, -unit
+    if gl.minimum(gl.abs(for_q), unit) * per_size >= 2.0**-126:
+        sum_q *= for_q * per_size
+        read *= for_read * per_size
+    else:  # per_size first: the factors' own products leave fp32's range
+        sum_q = sum_q * per_size * for_q
+        read = read * per_size * for_read
     if F.any:
         written = gl.zeros([K, 32], gl.float32, L)
     else:
@@ -295,12 +205,13 @@ def add_pairs(buf, sum_q, read, written, ky, L: gl.constexpr):
 
 @gluon.jit(
     do_not_specialize=[
-        "steps", "sequences", "per_sequence", "sequences_shift", "groups", "beta_row", "HV", "heads", "heads_shift", "group", "group_shift"
+        "steps", "tokens", "sequences", "per_sequence", "sequences_shift", "groups", "beta_row", "HV", "heads", "heads_shift", "group",
+        "group_shift",
     ],
     do_not_specialize_on_alignment=["beta_ptr"],
 )  # fmt: skip
 def fused_gradients_kernel(
-    q_desc, k_desc, g_desc, do_desc, dv_desc, h_desc, dh_desc, r_desc,  # as Sources
+    q_desc, k_desc, g_desc, do_desc, dv_desc, h_desc, dh_desc, r_desc, kg_desc,  # as Sources
     dq_desc, dk_desc, dg_desc,  # [R, HV*K], boxes [32, K]
     dq_ptr, dk_ptr, dg_ptr,  # the same memory; dq, dk in fp32 where their heads are added afterwards
     beta_ptr,  # [R, HV], row stride beta_row
@@ -309,15 +220,16 @@ def fused_gradients_kernel(
     pairs_ptr, size_ptr,  # [NC, HV, 2, 32, 32] bf16, [NC, HV] fp32: what chunks that are cut leave, or None
     dbeta_ptr,  # [R, HV]
     dA_log_ptr, ddt_bias_ptr,  # [NC, HV, K / 16], [NC, HV, K] fp32 partial sums, or None
+    decay_ptr,  # [NC, HV, K] fp32, or None: as kg_desc
     flags_ptr,  # [N, HV, announcers, groups] int32, or None
     chunks_ptr,  # [NC, 4] int32
     beta_row, HV, heads, heads_shift, group, group_shift, scale, lower_bound, shift,
-    steps, sequences, per_sequence, sequences_shift, groups,  # of a fixed batch: as `walked` takes them; its flags
+    steps, tokens, sequences, per_sequence, sequences_shift, groups,  # of a fixed batch: as `walked` takes them; its length; its flags
     F: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     K: gl.constexpr = F.K
     L: gl.constexpr = group_layout(32, num_warps)
-    src = Sources(q_desc, k_desc, g_desc, do_desc, dv_desc, h_desc, dh_desc, r_desc)
+    src = Sources(q_desc, k_desc, g_desc, do_desc, dv_desc, h_desc, dh_desc, r_desc, kg_desc)
     buf = make_buffers(src, F)
     channel = gl.arange(0, K, layout=gl.SliceLayout(1, L))
     token = gl.arange(0, 32, layout=gl.SliceLayout(0, L))
@@ -330,31 +242,46 @@ def fused_gradients_kernel(
         sequence, met, chunk = walked(chunk, steps, (sequences, per_sequence, sequences_shift), True)
         entry = chunk * HV + head
         flags_ptr += (sequence * HV + head) * F.announcers * groups + met // GROUP
-    first, length = bounds(chunks_ptr, chunk)
+        before = (steps - 1 - met) * 32  # not read from a table: nothing else begins before it is known
+        first, length = sequence * tokens + before, gl.minimum(tokens - before, 32)
+        odd = before % 64 > 0
+        state = (sequence * ((steps + 1) // 2) + before // 64) * HV + head
+    else:
+        first, length = bounds(chunks_ptr, chunk)
+        odd = False
+        state = entry
     A_log, bias = load_gate(A_log_ptr, dt_bias_ptr, head, channel, F)
     norms = norms_ptr + entry.to(gl.int64) * 64
     if length > 0:
-        request(src, buf, entry, first, head, (group, group_shift), flags_ptr, groups, F)
-        rate, bias, slope, offset, factor = gate_constants(A_log, bias, lower_bound, F)
         nq = gl.load(norms + token)
         nk = gl.load(norms + 32 + token)
         row = gl.arange(0, 64, layout=gl.SliceLayout(1, pair_layout(num_warps)))
         beta_ptr += first.to(gl.int64) * beta_row + head
         beta, floor = load_beta(beta_ptr + row % 32 * beta_row, (row >= 32) & (row % 32 < length), F)
         at = first.to(gl.int64) * HV + head
+        tiles = entry, state, first, head, (group, group_shift)
+        bring_tiles(src, buf, tiles, odd, HV, decay_ptr, flags_ptr, groups, F)
+        rate, bias, slope, offset, factor = gate_constants(A_log, bias, lower_bound, F)
         buf.bias.store(bias)
-        buf.norms.index(0).store(nq)
-        buf.norms.index(1).store(nk)
+        buf.norms[0].store(nq)
+        buf.norms[1].store(nk)
 
-        for n in gl.static_range(3):
-            mbarrier.wait(buf.landed[n], 0)
+        mbarrier.wait(buf.landed[1], 0)
+        if length < 32:
+            clear_rows(buf.g, length, 0.0 if F.gate == "none" else DEAD)
+            gl.thread_barrier()
+        up, last = decays(buf.g, slope, offset, factor, shift, L, F)
+        mbarrier.wait(buf.landed[3], 0)
+        mbarrier.wait(buf.landed[4], 0)
         if length < 32:
             clear_rows(buf.q, length, 0.0)
             clear_rows(buf.k, length, 0.0)
-            clear_rows(buf.g, length, 0.0 if F.gate == "none" else DEAD)
-        ky, up, last = divide_by_decay(buf, nq, nk, slope, offset, factor, shift, L, F)
+            gl.thread_barrier()
+        ky = divide_by_decay(buf, nq, nk, up, L)
 
-        for n in gl.static_range(3, 8):
+        mbarrier.wait(buf.landed[0], 0)
+        mbarrier.wait(buf.landed[2], 0)
+        for n in gl.static_range(5, 8):
             mbarrier.wait(buf.landed[n], 0)
         if length < 32:
             clear_rows(buf.dd, length, 0.0)
@@ -375,10 +302,11 @@ def fused_gradients_kernel(
             if not F.l2norm:
                 written *= gl.where(token < length, 1.0 / gl.load(norms + 32 + token), 0.0)[None, :]
         size, per_size = score_gradients(DN, written, buf, beta, floor, dbeta_ptr + at, norms, late, cut, length, HV, scale, F)
-        h = buf.h.permute((1, 0))
-        sum_q = warpgroup_mma(h, buf.dd.slice(0, 32, dim=0).permute((1, 0)), zero, use_acc=False, is_async=True)
-        read = warpgroup_mma(h, buf.dd.slice(32, 32, dim=0).permute((1, 0)), zero, use_acc=False, is_async=True)
-        sum_q, read = warpgroup_mma_wait(0, deps=(sum_q, read))
+        both = gl.zeros([K, 64], gl.float32, group_layout(64, num_warps))  # in one product h is read once
+        both = warpgroup_mma(buf.h.permute((1, 0)), buf.dd.permute((1, 0)), both, use_acc=False, is_async=True)
+        both = warpgroup_mma_wait(0, deps=(both,))
+        sum_q, read = gl.split(both.reshape([K, 2, 32]).permute((0, 2, 1)))
+        sum_q, read = gl.convert_layout(sum_q, L, assert_trivial=True), gl.convert_layout(read, L, assert_trivial=True)
         fence_async_shared()
         gl.thread_barrier()  # other tiles may come into the places of h, do, dv, too
 
@@ -403,18 +331,22 @@ def fused_gradients_kernel(
             lost += widen(ky) * up * stored
         if F.l2norm:
             both_sums(buf.sums, along_q, by_reading + lost)
-        dg = sums_from_last(dG) * size
+        dg = sums_from_last(dG)
         if F.l2norm:
             sum_q, dk = without_norms(buf, sum_q, dk, ky, up, L)
-        dq = sum_q * (buf.norms.index(0).load(gl.SliceLayout(0, L)) * size)[None, :]
-        dk *= (buf.norms.index(1).load(gl.SliceLayout(0, L)) * size)[None, :]
+        dq = sum_q * (buf.norms[0].load(gl.SliceLayout(0, L)) * size)[None, :]
+        dk *= (buf.norms[1].load(gl.SliceLayout(0, L)) * size)[None, :]
         store_tiles((dq, dk), (dq_desc, dk_desc), (dq_ptr, dk_ptr), (buf.dq, buf.dk), first, length, head, HV, K)
 
-        if F.any:
-            dg += buf.kept.index(1).load(L)
-        dg = gl.where((token < length)[None, :], dg + rho[:, None], 0.0)
+        if F.gate == "bounded":
+            dg = dg * (size * (lower_bound * rate)) + (rho * (lower_bound * rate))[:, None]
+        else:
+            dg = dg * size + rho[:, None]
+            if F.any:
+                dg += buf.kept.index(1).load(L)
+            dg = gl.where((token < length)[None, :], dg, 0.0)
         bias = buf.bias.load(gl.SliceLayout(1, L))
-        dg, total, to_A_log = gate_chain(dg, buf.g, slope, bias * slope, rate, lower_bound, bias, L, F)
+        dg, total, to_A_log = gate_chain(dg, buf.g, slope, bias * slope, rate, bias, L, F)
         if dA_log_ptr is not None:
             W: gl.constexpr = K // 16
             of_warps = gl.sum(to_A_log.reshape([W, 16]), 1)
@@ -427,7 +359,10 @@ def fused_gradients_kernel(
         end_with_neighbour()
 
 
-Q, K_, G, DO, DV, H, DH, R, DQ, DK, DG, BETA, A_LOG, DT_BIAS, NORMS, CUTS, PAIRS, SIZE, DBETA, DA_LOG, DDT_BIAS, FLAGS, CHUNKS = range(23)
+(
+    Q, K_, G, DO, DV, H, DH, R, DQ, DK, DG, BETA, A_LOG, DT_BIAS, NORMS, CUTS, PAIRS, SIZE, DBETA, DA_LOG, DDT_BIAS, KG, DECAY, FLAGS,
+    CHUNKS,
+) = range(25)  # fmt: skip
 
 
 def launch(
@@ -436,6 +371,7 @@ def launch(
     """Operands by the numbers above. strides: elements between rows of q, k, g, do, beta; dtypes of A_log and dt_bias, None: absent;
     groups: flags of a block of the walk that runs beside, 0: none does"""
     K, V, HV, tiles = p.K, p.V, p.HV, NC * p.HV
+    states = p.B * -(-NC // (2 * p.B)) * HV if groups else tiles
     gate, of_heads, fp32 = p.gate_dtype, torch.float32 if p.group > 1 else p.dtype, torch.float32
     optional = lambda there, operand, dtype: Pointer(operand, dtype) if there else None
     of_A_log, of_bias = (dtype is not None for dtype in dtypes)
@@ -443,14 +379,15 @@ def launch(
         of_tokens(Q, p.dtype, p, p.H * K, K, strides[0]), of_tokens(K_, p.dtype, p, p.H * K, K, strides[1]),
         of_tokens(G, gate, p, HV * K, K, strides[2]),
         of_tokens(DO, p.dtype, p, HV * V, V, strides[3]), of_tokens(DV, p.dtype, p, HV * V, V),
-        of_chunks(H, p.dtype, tiles, V, K), of_chunks(DH, p.dtype, tiles, V, K), of_chunks(R, p.dtype, tiles, V, C),
+        of_chunks(H, p.dtype, states, V, K), of_chunks(DH, p.dtype, tiles, V, K), of_chunks(R, p.dtype, tiles, V, C),
+        of_chunks(KG, p.dtype, tiles, C, K) if groups else None,
         of_tokens(DQ, of_heads, p, HV * K, K), of_tokens(DK, of_heads, p, HV * K, K), of_tokens(DG, gate, p, HV * K, K),
         Pointer(DQ, of_heads), Pointer(DK, of_heads), Pointer(DG, gate), Pointer(BETA, p.beta_dtype),
         optional(of_A_log, A_LOG, dtypes[0]), optional(of_bias, DT_BIAS, dtypes[1]), Pointer(NORMS, fp32),
         optional(not p.bounded, CUTS, torch.int32), optional(not p.bounded, PAIRS, p.dtype), optional(not p.bounded, SIZE, fp32),
         Pointer(DBETA, p.beta_dtype), optional(of_A_log, DA_LOG, fp32), optional(of_bias, DDT_BIAS, fp32),
-        optional(groups, FLAGS, torch.int32), Pointer(CHUNKS, torch.int32), strides[4], HV, *divider(HV), *divider(p.group), float(p.scale),
-        float(p.lower_bound or 0.0), half_span(p), NC // p.B, p.B, *divider(p.B), groups,
+        optional(groups, DECAY, fp32), optional(groups, FLAGS, torch.int32), Pointer(CHUNKS, torch.int32), strides[4], HV, *divider(HV),
+        *divider(p.group), float(p.scale), float(p.lower_bound or 0.0), half_span(p), NC // p.B, p.T, p.B, *divider(p.B), groups,
     )  # fmt: skip
     constants = (form(p, beside=groups > 0, announcers=p.V // walk_rows(p) if groups else 1),)
     warps, registers = min(WARPS, K // 16), 1024 // WARPS
@@ -458,17 +395,16 @@ def launch(
 
 
 def fused_gradients(
-    problem: Problem, plan: Plan, inputs: Inputs, norms: torch.Tensor, do: torch.Tensor, h: torch.Tensor, dh: torch.Tensor, r: torch.Tensor,
-    dv: torch.Tensor, dq: torch.Tensor, dk: torch.Tensor, dg: torch.Tensor, dbeta: torch.Tensor, cut: torch.Tensor | None,
-    flags: torch.Tensor | None = None,
+    problem: Problem, plan: Plan, inputs: Inputs, p: Prepared, do: torch.Tensor, h: torch.Tensor, dh: torch.Tensor, r: torch.Tensor,
+    dv: torch.Tensor, dq: torch.Tensor, dk: torch.Tensor, dg: torch.Tensor, dbeta: torch.Tensor, flags: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
     """Write dq, dk (per value head), dg [B, T, HV, K] and dbeta [B, T, HV]; return the terms of A_log's [NC, HV, K / 16] and dt_bias's
     [NC, HV, K] gradient in fp32 (None if absent), to be added in one order: no atomics. Then, for fused_levels, what chunks that are cut
     left: dZ, dA [NC, HV, 2, C, C] over size, and size [NC, HV, 1] fp32 (None without cut).
 
-    Args: norms, cut as Prepared; do, dv [B, T, HV, V]; h, dh, r from both_scans; flags (backward_follow.state_flags): those of the
-    reverse walk that was launched just before, beside which this runs (fixed batches)."""
-    HV, K, NC, device = problem.HV, problem.K, plan.num_chunks, do.device
+    Args: do, dv [B, T, HV, V]; h, dh, r from both_scans; flags (backward_follow.state_flags): those of the reverse walk that was launched
+    just before, beside which this runs (fixed batches), and h is that of every second chunk."""
+    HV, K, NC, device, cut = problem.HV, problem.K, plan.num_chunks, do.device, p.cut
     partial = lambda present, *n: torch.empty(NC, HV, *n, dtype=torch.float32, device=device) if present else None
     dA_log, ddt_bias = partial(problem.has_A_log, K // 16), partial(problem.has_dt_bias, K)
     pairs = size = None
@@ -481,6 +417,7 @@ def fused_gradients(
         dtypes = tuple(None if x is None else x.dtype for x in parameters)
         key = (problem, NC, (*strides, beta.stride(0)), dtypes, 0 if flags is None else flags.shape[-1])
         sums = (dbeta, dA_log, ddt_bias)
-        operands = (*rows, dv, h, dh, r, dq, dk, dg, beta, *parameters, norms, cut, pairs, size, *sums, flags, plan.chunks)
+        of_walk = (None, None, None) if flags is None else (p.kg, p.decay, flags)
+        operands = (*rows, dv, h, dh, r, dq, dk, dg, beta, *parameters, p.norms, cut, pairs, size, *sums, *of_walk, plan.chunks)
         start(launch, key, operands, device)
     return dA_log, ddt_bias, pairs, size

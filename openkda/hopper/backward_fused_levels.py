@@ -182,7 +182,7 @@ def chunk_levels(
         dk = project(dk, widen(buf.k.permute((1, 0)).load(L)) * nk[None, :], buf, 1, L)
     add_tile(dk * (nk * size)[None, :], dk_desc, dk_ptr, buf.dk, first, length, head, HV, K)
     dg = gl.where((token < length)[None, :], sums_from_last(dG) * size, 0.0)
-    dg, total, to_A_log = gate_chain(dg, buf.g, slope, offset, rate, 0.0, bias, L, F)
+    dg, total, to_A_log = gate_chain(dg, buf.g, slope, offset, rate, bias, L, F)
     if dA_log_ptr is not None:
         at = dA_log_ptr + entry.to(gl.int64) * (K // 16)
         gl.store(at, gl.load(at) + gl.sum(to_A_log, 0))

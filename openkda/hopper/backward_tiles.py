@@ -84,9 +84,24 @@ def scan_code(reverse: bool = False, own: bool = True) -> str:
     return " ".join([*text, "}"])
 
 
+def channels_code() -> str:
+    """PTX of the sums over a warp's channels: each lane ends with that of one token, in the first output; the others are not written.
+    Lanes halve what they hold with every exchange: the higher lane / 4 keeps the later group of eight tokens, then the odd token."""
+    text = ["{ .reg .f32 s<8>, a, b; .reg .b32 l, m; .reg .pred p; mov.u32 l, %laneid;"]
+    text += [f"add.f32 s{2 * g + c}, ${16 + 4 * g + c}, ${18 + 4 * g + c};" for g in range(4) for c in range(2)]
+    for lanes in (16, 8, 4):
+        half = lanes // 4
+        text.append(f"and.b32 m, l, {lanes}; setp.ne.s32 p, m, 0;")
+        for n in range(half):
+            text.append(f"selp.f32 a, s{n}, s{n + half}, p; selp.f32 b, s{n + half}, s{n}, p;")
+            text.append(f"shfl.sync.bfly.b32 a, a, {lanes}, 0x1f, 0xffffffff; add.f32 s{n}, a, b;")
+    return " ".join([*text, "mov.f32 $0, s0; }"])
+
+
 FROM_FIRST = gl.constexpr(scan_code())
 BEFORE = gl.constexpr(scan_code(own=False))
 FROM_LAST = gl.constexpr(scan_code(reverse=True))
+CHANNELS = gl.constexpr(channels_code())
 SIXTEEN = gl.constexpr(",".join(["=&f"] * 16 + ["f"] * 16))
 
 
@@ -186,6 +201,13 @@ def state_products(h, dh, K: gl.constexpr, L: gl.constexpr):
 
 
 @gluon.jit
+def ex2_below(x):
+    """2^-|x|"""
+    code: gl.constexpr = "{ .reg .f32 e; abs.f32 e, $1; neg.f32 e, e; ex2.approx.ftz.f32 $0, e; }"
+    return gl.inline_asm_elementwise(code, "=r,r", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
 def hold(x, low):
     """x, or low where x is below; NaN stays."""
     return gl.where(x < low, low, x)
@@ -198,10 +220,20 @@ def channel_sums(buf, x, part: gl.constexpr):
 
 
 @gluon.jit
+def sums_of_warps(x):
+    """The sums over each group of 16 channels of x [K, 32]: [K / 16, 32], a token a lane"""
+    W: gl.constexpr = x.shape[0] // 16
+    x = gl.inline_asm_elementwise(CHANNELS, SIXTEEN, [x], dtype=gl.float32, is_pure=True, pack=16)
+    x = x.reshape([W, 2, 8, 2, 2, 4, 2]).permute((0, 2, 5, 1, 3, 4, 6))  # warp, lane / 4, lane % 4, and what a thread holds
+    for _n in gl.static_range(4):
+        x, _ = gl.split(x)
+    return x.reshape([W, 4, 2, 4]).permute((0, 1, 3, 2)).reshape([W, 32])
+
+
+@gluon.jit
 def both_sums(sums, x, y):
     """Leave the sums over each group of 16 channels of x and y [K, 32] in sums [warps, 32, 2] fp32"""
-    W: gl.constexpr = sums.shape[0]
-    sums.store(gl.join(gl.sum(x.reshape([W, 16, 32]), 1), gl.sum(y.reshape([W, 16, 32]), 1)))
+    sums.store(gl.join(sums_of_warps(x), sums_of_warps(y)))
 
 
 @gluon.jit
@@ -279,8 +311,9 @@ def gate_constants(A_log, bias, lower_bound, F: gl.constexpr):
 
 
 @gluon.jit
-def gate_chain(dg, gate, slope, offset, rate, lower_bound, bias, L: gl.constexpr, F: gl.constexpr):
-    """From dg [K, 32]: the gate's gradient, its sums over the tokens [K], and those of A_log's terms"""
+def gate_chain(dg, gate, slope, offset, rate, bias, L: gl.constexpr, F: gl.constexpr):
+    """From dg [K, 32], of bounded gates times lower_bound * rate: the gate's gradient, its sums over the tokens [K], and those of A_log's
+    terms. Rows past the end that come with zero leave with zero, of bounded gates all of them."""
     x = widen(gate.permute((1, 0)).load(L))
     if F.gate == "softplus":
         x = x * slope + offset[:, None]
@@ -291,9 +324,9 @@ def gate_chain(dg, gate, slope, offset, rate, lower_bound, bias, L: gl.constexpr
         return dg, gl.sum(dg, 1), to_A_log
     else:
         if F.gate == "bounded":
-            e = ex2(x * slope + offset[:, None])
+            e = ex2_below(x * slope + offset[:, None])
             s = rcp(1.0 + e)
-            dg *= gl.minimum(e, 2.0**126) * s * s * (lower_bound * rate)
+            dg *= e * s * s  # the sigmoid's slope: the same on both sides
         elif F.any:
             dg = gl.where(x < CUT, 0.0, dg)
         total = gl.sum(dg, 1)

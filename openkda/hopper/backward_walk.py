@@ -30,7 +30,7 @@ from openkda.problem import Inputs, Problem
 ROWS = 64  # of V per block: one warpgroup's product
 WARPS = 4
 REGISTERS = 112  # a thread at launch; the walk takes what the other roles, of 4 warps each to the hardware, leave
-STORE_REGISTERS = gl.constexpr(88)
+STORE_REGISTERS = gl.constexpr(96)
 REQUEST_REGISTERS = gl.constexpr(40)
 
 
@@ -45,6 +45,7 @@ class Walk:
     outputs: bool  # the forward walk writes o
     rows: int = 64  # of V a block
     reverse: bool = False  # from the last chunk
+    every: int = 1  # the forward walk writes h of the first of so many chunks
 
 
 class Maps(NamedTuple):
@@ -88,7 +89,7 @@ class Place(NamedTuple):
 class Leaving(NamedTuple):
     """What is handed to those who write it, two tiles of each: h of a chunk, r and o of the one before"""
 
-    h: object  # shared [2, 64, K]
+    h: object  # shared [2 / every, 64, K]
     r: object  # shared [2, 64, 32]
     o: object  # shared [2, 32, 64], where it is written
     full: object  # [2] barriers
@@ -252,7 +253,7 @@ def make_leaving(dtype: gl.constexpr, W: gl.constexpr):
     for b in gl.static_range(2):
         mbarrier.init(full.index(b), count=1)
         mbarrier.init(free.index(b), count=1)
-    h = gl.allocate_shared_memory(dtype, [2, 64, K], tile_layout(16))
+    h = gl.allocate_shared_memory(dtype, [2 // W.every, 64, K], tile_layout(16))
     r = gl.allocate_shared_memory(dtype, [2, 64, 32], tile_layout(16, 64))
     o = gl.allocate_shared_memory(dtype, [2, 32, 64], tile_layout(16)) if W.outputs else r
     return Leaving(h, r, o, full, free)
@@ -263,7 +264,8 @@ def leave(ring, leaving, Sb, r, o, c, W: gl.constexpr):
     """Hand h of chunk c, r and o of the one before to those who write them; the slot of the one before is free"""
     b = c % 2
     mbarrier.wait(leaving.free.index(b), ((c // 2) & 1) ^ 1)
-    leaving.h.index(b).store(Sb)
+    if c % W.every == 0:
+        leaving.h.index(b).store(Sb)
     leaving.r.index(b).store(r)
     if W.outputs:
         leaving.o.index(b).permute((1, 0)).store(o)
@@ -290,25 +292,27 @@ def store_role(leaving, h_ptr, r_ptr, o_ptr, place, HV, W: gl.constexpr):
     token = gl.arange(0, 32, layout=gl.SliceLayout(1, LO))[:, None]
     at_o = token * (HV * W.V) + gl.arange(0, 64, layout=gl.SliceLayout(0, LO))[None, :]
     row = (place.chunk.to(gl.int64) * HV + place.head) * W.V + place.row0
-    h_ptr += row * K
+    entry = place.sequence * ((place.count + 1) // 2) if W.every == 2 else place.chunk
+    h_ptr += ((entry.to(gl.int64) * HV + place.head) * W.V + place.row0) * K
     r_ptr += (row - HV * W.V) * 32
     if W.outputs:
         o_ptr += ((place.first - 32).to(gl.int64) * HV + place.head) * W.V + place.row0
     for n in range(place.count + gl.minimum(place.count, 1)):
         b = n % 2
         mbarrier.wait(leaving.full.index(b), (n // 2) & 1)
-        h = leaving.h.index(b).load(LH)
         r = leaving.r.index(b).load(LR)
         if W.outputs:
             o = leaving.o.index(b).load(LO)
+        if n % W.every == 0:
+            h = leaving.h.index(b).load(LH)
+            gl.store(h_ptr + at_h, h, mask=(n < place.count) & (at_h >= 0))
+            h_ptr += HV * W.V * K
         gl.thread_barrier()
         mbarrier.arrive(leaving.free.index(b), count=1)
-        gl.store(h_ptr + at_h, h, mask=(n < place.count) & (at_h >= 0))
         gl.store(r_ptr + at_r, r, mask=(n > 0) & (at_r >= 0))
         if W.outputs:
             gl.store(o_ptr + at_o, o, mask=(n > 0) & (token < place.length + 32 - 32 * n) & (at_o >= 0))
             o_ptr += 32 * HV * W.V
-        h_ptr += HV * W.V * K
         r_ptr += HV * W.V * 32
 
 
@@ -410,9 +414,10 @@ def tiles_of(p: Problem, NC: int, stride: int, all: bool, rows: int = ROWS) -> t
 
 def forward_launch(
     p: Problem, NC: int, stride: int, dtypes: tuple[torch.dtype | None, torch.dtype | None], outputs: bool, slots: int,
-    follows: bool, gave_up: bool,
+    follows: bool, gave_up: bool, every: int,
 ) -> Launch:  # fmt: skip
-    """stride: elements between rows of v; dtypes of the given and of the final state, None: absent; the rest: which operands there are"""
+    """stride: elements between rows of v; dtypes of the given and of the final state, None: absent; outputs, follows, gave_up: which
+    operands there are; every: chunks of an h"""
     V, HV = p.V, p.HV
     written = (Pointer(STATE, p.dtype), Pointer(VALUES, p.dtype), Pointer(TOKENS, p.dtype) if outputs else None)
     given, final = (None if dtype is None else Pointer(x, dtype) for x, dtype in zip((GIVEN, FINAL), dtypes))
@@ -421,26 +426,29 @@ def forward_launch(
         *tiles_of(p, NC, stride, outputs), *written, given, final, Pointer(SEQUENCES, torch.int32), flags,
         Pointer(GAVE_UP, torch.int32) if gave_up else None, HV, NC,
     )  # fmt: skip
-    walk = Walk(p.K, V, slots, p.state_v_first, outputs)
+    walk = Walk(p.K, V, slots, p.state_v_first, outputs, every=every)
     return Launch(full_name(forward_walk_kernel), (V // ROWS, HV, p.N), args, (walk,), WARPS, registers=REGISTERS)
 
 
 def forward_walk(
     problem: Problem, plan: Plan, inputs: Inputs, p: Prepared, o: torch.Tensor | None = None, final: torch.Tensor | None = None,
     flags: torch.Tensor | None = None, gave_up: torch.Tensor | None = None, into: tuple[torch.Tensor, torch.Tensor] | None = None,
-    slots: int = 4,
+    slots: int = 5,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """h [NC, HV, V, K] and r [NC, HV, V, C] of every chunk, as both_scans.
+    """h [NC, HV, V, K] and r [NC, HV, V, C] of every chunk, as both_scans; where gave_up is given, h of every second chunk of a sequence,
+    beginning with the first: [N * ceil(chunks of a sequence / 2), HV, V, K].
 
     Args: o [B, T, HV, V], final (problem.state_shape, state_dtype), contiguous: filled with the outputs and the last states. flags: the
     next launch prepares the tiles, beside this one; gave_up: filled with which blocks did; without flags: those alone walk
     (backward_follow.py has both). into: memory for h and r."""
     HV, K, V, NC = problem.HV, problem.K, problem.V, plan.num_chunks
-    h, r = into or (torch.empty(NC, HV, V, width, dtype=p.w.dtype, device=p.w.device) for width in (K, C))
+    every = 1 if gave_up is None else 2
+    states = problem.B * -(-NC // (problem.B * every)) if every > 1 else NC
+    h, r = into or (torch.empty(n, HV, V, width, dtype=p.w.dtype, device=p.w.device) for n, width in ((states, K), (NC, C)))
     v, stride = packed_rows(inputs.v)
     given = None if inputs.initial_state is None else dense(inputs.initial_state)
     key = (problem, NC, stride, tuple(None if x is None else x.dtype for x in (given, final)), o is not None, slots)
-    key = (*key, flags is not None, gave_up is not None)
+    key = (*key, flags is not None, gave_up is not None, every)
     operands = (p.w, p.kg, p.qg, p.T, p.Aqk, p.decay, v, h, r, o, given, final, plan.sequences, flags, gave_up)
     start(forward_launch, key, operands, p.w.device)
     return h, r

@@ -56,25 +56,28 @@ class Leaving(NamedTuple):
     dv: object  # shared [tiles, 32, rows], of the chunk met before
     full: object  # [tiles] barriers
     free: object
-    there: object  # [2] barriers: GROUP chunks are written
+    there: object  # [2] barriers: GROUP chunks are written; others where nothing is announced
     told: object  # [2]: their flag is raised
 
 
 @gluon.jit
-def make_leaving(dtype: gl.constexpr, W: gl.constexpr):
+def make_leaving(dtype: gl.constexpr, announced: gl.constexpr, W: gl.constexpr):
     tiles: gl.constexpr = 128 // W.rows
     dh = gl.allocate_shared_memory(dtype, [tiles, W.rows, W.K], tile_layout(16))
     dv = gl.allocate_shared_memory(dtype, [tiles, 32, W.rows], tile_layout(16))
     full = gl.allocate_shared_memory(gl.int64, [tiles, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [tiles, 1], mbarrier.MBarrierLayout())
-    there = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    told = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    there = full
+    told = free
     for i in gl.static_range(tiles):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(free.index(i), count=1)
-    for i in gl.static_range(2):
-        mbarrier.init(there.index(i), count=1)
-        mbarrier.init(told.index(i), count=1)
+    if announced:
+        there = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+        told = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+        for i in gl.static_range(2):
+            mbarrier.init(there.index(i), count=1)
+            mbarrier.init(told.index(i), count=1)
     return Leaving(dh, dv, full, free, there, told)
 
 
@@ -241,7 +244,7 @@ def reverse_walk_kernel(
         flags_ptr += ((place.sequence * HV + place.head) * gl.num_programs(0) + gl.program_id(0)) * groups
         clear_flags(flags_ptr, groups)
     ring = make_ring(maps, W)
-    leaving = make_leaving(w_desc.dtype, W)
+    leaving = make_leaving(w_desc.dtype, flags_ptr is not None, W)
     gl.warp_specialize(
         [
             (reverse_role, (ring, leaving, dS_final_ptr, dS0_ptr, place, HV, W)),
@@ -256,7 +259,7 @@ def reverse_walk_kernel(
 
 
 def reverse_launch(
-    p: Problem, NC: int, stride: int, dtypes: tuple[torch.dtype | None, torch.dtype | None], groups: int, slots: int
+    p: Problem, NC: int, stride: int, dtypes: tuple[torch.dtype | None, torch.dtype | None], groups: int
 ) -> Launch:  # fmt: skip
     """stride: elements between rows of do; dtypes of the final state's gradient and of the initial one's, None: absent;
     groups: flags of a block, 0: none"""
@@ -268,13 +271,14 @@ def reverse_launch(
         *tiles_of(p, NC, stride, True, rows), Pointer(STATE, p.dtype), Pointer(TOKENS, p.dtype), given, first, raised,
         Pointer(SEQUENCES, torch.int32), HV, groups,
     )  # fmt: skip
+    slots = 4 if rows > 64 else 5  # what fits
     walk = Walk(p.K, V, slots, p.state_v_first, False, rows, reverse=True)
     return Launch(full_name(reverse_walk_kernel), (V // rows, HV, p.N), args, (walk,), rows // 16, registers=REGISTERS)
 
 
 def reverse_walk(
     problem: Problem, plan: Plan, p: Prepared, do: torch.Tensor, dfinal_state: torch.Tensor | None, dv: torch.Tensor,
-    dS0: torch.Tensor | None, flags: torch.Tensor | None = None, slots: int = 4,
+    dS0: torch.Tensor | None, flags: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """dh [NC, HV, V, K], the gradients of the chunks' exit states.
 
@@ -285,7 +289,7 @@ def reverse_walk(
     dh = torch.empty(NC, HV, V, K, dtype=p.w.dtype, device=do.device)
     do, stride = packed_rows(do)
     given = None if dfinal_state is None else dense(dfinal_state)
-    key = (problem, NC, stride, tuple(None if x is None else x.dtype for x in (given, dS0)), 0 if flags is None else flags.shape[-1], slots)
+    key = (problem, NC, stride, tuple(None if x is None else x.dtype for x in (given, dS0)), 0 if flags is None else flags.shape[-1])
     operands = (p.w, p.kg, p.qg, p.T, p.Aqk, p.decay, do, dh, None, dv, given, dS0, plan.sequences, flags)
     start(reverse_launch, key, operands, do.device)
     return dh

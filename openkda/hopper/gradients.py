@@ -111,9 +111,7 @@ def steps(
         dq, dk, dg = (contiguous_like(inputs.g, dtype) for dtype in (of_heads, of_heads, problem.gate_dtype))
         dbeta = contiguous_like(inputs.beta, problem.beta_dtype)
         if fused:
-            dA_log, ddt_bias, pairs, size = fused_gradients(
-                problem, plan, inputs, p.norms, do, h, dh, r, dv, dq, dk, dg, dbeta, p.cut, flags
-            )
+            dA_log, ddt_bias, pairs, size = fused_gradients(problem, plan, inputs, p, do, h, dh, r, dv, dq, dk, dg, dbeta, flags)
             if p.cut is not None:
                 fused_levels(problem, plan, inputs, p.norms, p.cut, pairs, size, dq, dk, dg, dA_log, ddt_bias)
         else:
