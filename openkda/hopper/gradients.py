@@ -4,7 +4,7 @@ with, up to the forward walk. For fp16, in tiles of tf32, and under the interpre
 score_gradients -> chunk_gradients -> level_gradients -> sums. See docs/backward.md.
 
 Shaped for Hopper's matrix unit: chunks of 32 tokens, states transposed. What passes through memory, per token and value head: w, kg, qg (K
-each), Aqk (C), T (2 C), r, dv (V each), and per chunk h and dh [V, K].
+each), Aqk (C), T (2 C), r, dv (V each), and per chunk dh and h [V, K], beside a walk every second h.
 
 Where walks leave multiprocessors idle (`Scans.beside`), what makes their tiles or takes their states runs there, launched right behind
 them, chunk by chunk (backward_follow.py).
@@ -47,7 +47,7 @@ STRIDED = 5  # operands whose rows may lie apart: q, k, v, g, do
 class Walked(NamedTuple):
     """What the forward walk leaves for the gradients, and the tiles that it walked over"""
 
-    h: torch.Tensor | None  # [NC, HV, V, K] states at the chunks' entries; None where nothing reads them, as r
+    h: torch.Tensor | None  # [NC, HV, V, K] states at the chunks' entries, beside: every second's; None where nothing reads them, as r
     r: torch.Tensor | None  # [NC, HV, V, C]
     tiles: Prepared
 
