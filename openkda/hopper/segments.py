@@ -184,6 +184,7 @@ class Row(NamedTuple):
 
     segment: object
     head: object
+    qk_head: object
     sequence: object
     begin: object
     end: object
@@ -194,12 +195,19 @@ class Row(NamedTuple):
 
 
 @gluon.jit
+def known_here(x):
+    """x, computed where it stands and handed over: else each role divides anew, once it has waited for the launches before"""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def read_row(deal, item):
     segment = item // deal.HV
     row = deal.segments_ptr + segment * COLUMNS
+    head = known_here(item % deal.HV)
     return Row(
-        segment, item % deal.HV, gl.load(row), gl.load(row + 1), gl.load(row + 2), gl.load(row + 3), gl.load(row + 4), gl.load(row + 5),
-        gl.load(row + 6),
+        segment, head, known_here(head // deal.group), gl.load(row), gl.load(row + 1), gl.load(row + 2), gl.load(row + 3), gl.load(row + 4),
+        gl.load(row + 5), gl.load(row + 6),
     )  # fmt: skip
 
 
@@ -254,7 +262,7 @@ def locate(deal, row, writes: gl.constexpr, T: gl.constexpr):
     state         with tail > 0 the last `tail` blocks of the segment, for the entry state of the next one; with tail = 0 the segment's
                   (M, b), if the next one's entry state is not known"""
     row0 = gl.program_id(1) * T.R
-    segment, head, sequence, begin, end, first, stop, at, count = row
+    segment, head, qk_head, sequence, begin, end, first, stop, at, count = row
     is_last = (end == stop).to(gl.int32)
     active = (sequence >= 0).to(gl.int32)
     start = begin
@@ -292,7 +300,7 @@ def locate(deal, row, writes: gl.constexpr, T: gl.constexpr):
     live = active != 0
     steps = gl.where(live, (end - start + 31) // 32, 0)
     return Work(
-        sequence, start, end, steps, gl.where(live, back, 0), head, head // deal.group, row0, live & (start == first),
+        sequence, start, end, steps, gl.where(live, back, 0), head, qk_head, row0, live & (start == first),
         live & (start != first), live & (is_last != 0), first, chunk,
     )  # fmt: skip
 
