@@ -55,6 +55,13 @@ def read_verdict(verdict, T: gl.constexpr):
     return small
 
 
+@gluon.jit
+def await_ready(ring, group):
+    """The group is prepared, which is the first in its place of the ring"""
+    mbarrier.wait(ring.ready.index(group), 0)
+    gl.thread_barrier()  # each thread has waited; without it racecheck reports the decay, read here first
+
+
 @gluon.constexpr_function
 def map_layout(warps):
     """[16 warps, n] accumulators, 16 rows a warp"""
@@ -130,8 +137,7 @@ def try_rows(ring, work, part, T: gl.constexpr):
 @gluon.jit
 def try_tail(ring, verdict, work, part: gl.constexpr, T: gl.constexpr):
     """Tell the scan if these rows of M are small after the tail, or if nothing lies before it"""
-    mbarrier.wait(ring.ready.index(0), 0)
-    gl.thread_barrier()  # each thread has waited; without it racecheck reports the decay, read here first
+    await_ready(ring, 0)
     if parted(T):
         small = work.tail * 0 + 1
         for turn in range(gl.minimum(work.tail, 0) + 2):  # a bound known to the compiler would be unrolled

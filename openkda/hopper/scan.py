@@ -16,7 +16,7 @@ from typing import NamedTuple
 from openkda.hopper.cluster import group_place, rank_of
 from openkda.hopper.compat import fence_async_shared, gl, gluon, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from openkda.hopper.entries import store_entry
-from openkda.hopper.own import parted, read_verdict
+from openkda.hopper.own import await_ready, parted, read_verdict
 from openkda.hopper.spread import take_norms
 from openkda.hopper.tiles import first_row, fused, group_count, group_layout, kept, late, quiet, to_f32
 
@@ -200,19 +200,21 @@ def read_state(S, ring, b):
 
 @gluon.jit
 def solve_values(X, ring, b, h: gl.constexpr, rows: gl.constexpr):
-    """Rt = D T^T, begun"""
+    """Rt = D T^T, begun; X is None where S = 0"""
     L16: gl.constexpr = group_layout(16, gl.num_warps())
     zero = gl.zeros([rows, 16], gl.float32, L16)
-    D = difference(load_values(ring, b, h, rows), X, ring.read.index(b).load(L16))
+    D = load_values(ring, b, h, rows)
+    if X is not None:
+        D = difference(D, X, ring.read.index(b).load(L16))
     inverse = ring.tz.index(b).slice(0, 16, dim=0).permute((1, 0))
     return warpgroup_mma(gl.convert_layout(D, gl.DotOperandLayout(0, L16, 2)), inverse, zero, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def update_state(S, R, ring, b, gain):
-    """S + Rt ki, begun; Rt = R beta r_k"""
-    L: gl.constexpr = S.type.layout
-    return warpgroup_mma(gl.convert_layout((R * gain).to(ring.kq.dtype), gl.DotOperandLayout(0, L, 2)), ki_tile(ring, b), S, is_async=True)
+def update_state(S, R, ring, b, gain, whole: gl.constexpr = True):
+    """S + Rt ki, begun; Rt = R beta r_k. Without `whole`, S = 0"""
+    Rt = gl.convert_layout((R * gain).to(ring.kq.dtype), gl.DotOperandLayout(0, S.type.layout, 2))
+    return warpgroup_mma(Rt, ki_tile(ring, b), S, use_acc=whole, is_async=True)
 
 
 @gluon.jit
@@ -238,6 +240,29 @@ def advance_two(S0, S1, ring, b, T: gl.constexpr):
         S0 = S0 * decay.load(L)
     R1 = warpgroup_mma_wait(0, deps=(R1,))
     S1 = update_state(S1, R1, ring, b, gain)
+    S1 = warpgroup_mma_wait(0, deps=(S1,))
+    if not T.kg:
+        S1 = S1 * decay.load(L)
+    return S0, S1
+
+
+@gluon.jit
+def begin_two(ring, b, T: gl.constexpr):
+    """The same from S = 0, which predicts nothing: without the first product"""
+    K: gl.constexpr = T.K
+    L: gl.constexpr = group_layout(K, gl.num_warps())
+    zero = gl.zeros([64, K], gl.float32, L)
+    R0 = solve_values(None, ring, b, 0, 64)
+    R1 = solve_values(None, ring, b, 1, 64)
+    gain = ring.gain.index(b).load(group_layout(16, gl.num_warps()))
+    decay = ring.decay.index(b)
+    R0 = warpgroup_mma_wait(1, deps=(R0,))
+    S0 = update_state(zero, R0, ring, b, gain, False)
+    R1 = warpgroup_mma_wait(1, deps=(R1,))
+    S1 = update_state(zero, R1, ring, b, gain, False)
+    S0 = warpgroup_mma_wait(1, deps=(S0,))
+    if not T.kg:
+        S0 = S0 * decay.load(L)
     S1 = warpgroup_mma_wait(0, deps=(S1,))
     if not T.kg:
         S1 = S1 * decay.load(L)
@@ -376,10 +401,14 @@ def scan_two_rows(ring, before, out, states, known_ptr, verdict, work, segment, 
     S0 = first_state(states, segment, work, HV, 0, 64, T)
     S1 = first_state(states, segment, work, HV, 64, 64, T)
     if T.split == "tails":
-        for n in range(first):
+        passed = work.tail * 0
+        if (work.tail > 0) & (work.from_initial == 0):
+            await_ready(ring, 0)
+            S0, S1 = begin_two(ring, 0, T)
+            passed += 1
+        for n in range(passed, first):
             if n % T.wide == 0:
-                mbarrier.wait(ring.ready.index(n // T.wide), 0)
-                gl.thread_barrier()  # each thread has waited; without it racecheck reports the decay, read here first
+                await_ready(ring, n // T.wide)
             S0, S1 = advance_two(S0, S1, ring, n, T)
     o0 = gl.zeros([64, 16], out.tile.dtype, L16)
     o1 = o0
