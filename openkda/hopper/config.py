@@ -124,7 +124,7 @@ def spread_bytes(tiles: Tiles) -> int:
     """Shared memory beside the groups (tiles.py, Spread)"""
     t = tiles
     edges = 4 * t.K * 4
-    return 0 if not t.spread else edges if t.form == "product" else 2 * edges + t.wide * t.K * 2 * (2 * BLOCK + 1)
+    return 0 if not t.spread else edges if t.form == "product" else 3 * edges + t.wide * t.K * 2 * (2 * BLOCK + 1)
 
 
 MULTIPROCESSORS = 132

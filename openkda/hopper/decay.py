@@ -25,10 +25,11 @@ def head_decay(src, head):
 def gate_line(src, head, channel, T: gl.constexpr):
     """(slope, offset, factor): the activation reads gate * slope + offset and is scaled by factor"""
     K: gl.constexpr = T.K
-    rate = head_decay(src, head)
     bias = channel.to(gl.float32) * 0.0
     if src.dt_bias_ptr is not None:
-        bias = gl.load(src.dt_bias_ptr + head * K + channel).to(gl.float32)
+        # volatile, for else the compiler puts this load behind all that is worked out from the other one
+        bias = gl.load(src.dt_bias_ptr + head * K + channel, volatile=T.spread).to(gl.float32)
+    rate = head_decay(src, head)
     if T.gate == "bounded":
         slope = -LOG2E * rate
         factor = src.lower_bound * LOG2E

@@ -39,6 +39,7 @@ from openkda.hopper.tiles import (
     last,
     log2p,
     outward_key,
+    rcp,
     scaled,
     shifted,
     slice_views,
@@ -91,8 +92,8 @@ def held_line(src, work, channel, T: gl.constexpr):
     does"""
     slope, offset, factor = gate_line(src, work.head, channel, T)
     if T.gate == "softplus":
-        z = -MOST / (factor * LOG2E)
-        most = gl.where(z < 0.01, gl.log(z), z + gl.log(1.0 - gl.exp(-z))) - offset / LOG2E
+        z = -MOST * rcp(factor * LOG2E)
+        most = gl.where(z < 0.01, lg2(z), z * LOG2E + lg2(1.0 - ex2(-LOG2E * z))) * (1 / LOG2E) - offset / LOG2E
     else:
         slope = -slope
         factor = -factor

@@ -20,22 +20,22 @@ from openkda.hopper.tiles import Source, make_ring, tile_layout
 
 
 @gluon.jit
-def scan_item(work, before, ring, out, states, sink, verdict, segment, HV, NS, T: gl.constexpr):
+def scan_item(work, before, ring, src, out, states, sink, verdict, segment, HV, NS, T: gl.constexpr):
     """An item of the forward, when `before` groups have been in the ring"""
     if T.form == "steps":
         scan_steps(ring, out, states, work, HV, T)
     elif T.R == 64:
         scan_rows(ring, before, out, states, work, segment, HV, NS, T)
     else:
-        scan_two_rows(ring, before, out, states, sink.known_ptr, verdict, work, segment, HV, NS, T)
+        scan_two_rows(ring, before, src, out, states, sink.known_ptr, verdict, work, segment, HV, NS, T)
 
 
 @gluon.jit
-def scan_role(ring, out, states, sink, deal, queue, verdict, first, HV, NS, T: gl.constexpr):
+def scan_role(ring, src, out, states, sink, deal, queue, verdict, first, HV, NS, T: gl.constexpr):
     work = begin_item(deal, first, True, T)
     segment = gl.program_id(0) // HV if T.located else first.segment
     if T.outputs:
-        each_item(scan_item, work, deal, queue, False, (ring, out, states, sink, verdict, segment, HV, NS), T)
+        each_item(scan_item, work, deal, queue, False, (ring, src, out, states, sink, verdict, segment, HV, NS), T)
     else:
         summary_scan(ring, states, sink, work, segment, HV, NS, T)
 
@@ -136,7 +136,7 @@ def forward_kernel(
     states = States(initial_ptr, final_ptr, entry_ptr, h_ptr)
     sink = Sink(None, known_ptr, tail)
     verdict = make_verdict(T) if T.split == "tails" else Verdict(None, None)
-    run_roles((ring, out, states, sink, deal, queue, verdict, first, HV, NS, T), ring, src, deal, queue, verdict, first, T)
+    run_roles((ring, src, out, states, sink, deal, queue, verdict, first, HV, NS, T), ring, src, deal, queue, verdict, first, T)
 
 
 @gluon.jit(do_not_specialize=["HV", "group", "NS", "tail"], do_not_specialize_on_alignment=["beta_ptr"])
@@ -157,4 +157,4 @@ def state_kernel(
     states = States(initial_ptr, None, entry_ptr, None)
     sink = Sink(summary_ptr, known_ptr, tail)
     verdict = Verdict(None, None)
-    run_roles((ring, None, states, sink, deal, queue, verdict, row, HV, NS, T), ring, src, deal, queue, verdict, row, T)
+    run_roles((ring, src, None, states, sink, deal, queue, verdict, row, HV, NS, T), ring, src, deal, queue, verdict, row, T)

@@ -17,8 +17,8 @@ from openkda.hopper.cluster import group_place, rank_of
 from openkda.hopper.compat import fence_async_shared, gl, gluon, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from openkda.hopper.entries import store_entry
 from openkda.hopper.own import await_ready, parted, read_verdict
-from openkda.hopper.spread import take_norms
-from openkda.hopper.tiles import first_row, fused, group_count, group_layout, kept, late, quiet, to_f32
+from openkda.hopper.spread import spread_constants, take_norms, turn_odd
+from openkda.hopper.tiles import by_scan, first_row, fused, group_count, group_layout, kept, late, quiet, to_f32
 
 
 class States(NamedTuple):
@@ -386,7 +386,7 @@ def scan_rows(ring, before, out, states, work, segment, HV, NS, T: gl.constexpr)
 
 
 @gluon.jit
-def scan_two_rows(ring, before, out, states, known_ptr, verdict, work, segment, HV, NS, T: gl.constexpr):
+def scan_two_rows(ring, before, src, out, states, known_ptr, verdict, work, segment, HV, NS, T: gl.constexpr):
     """128 rows of V as two chains of products that fill each other's waits"""
     K: gl.constexpr = T.K
     L: gl.constexpr = group_layout(K, gl.num_warps())
@@ -396,8 +396,12 @@ def scan_two_rows(ring, before, out, states, known_ptr, verdict, work, segment, 
     begin = T.wide * before if late(T) else first
     stop = T.wide * before + (work.end - work.start + 15) // 16 * (work.steps > 0).to(gl.int32)
     row = work.start - 16 * T.wide * before
+    if by_scan(T):
+        consts = spread_constants(src, work, T)
     if T.spread and T.l2norm:
         take_norms(ring, work, out.scale, T)
+    if by_scan(T):
+        turn_odd(ring, work, consts, T)
     S0 = first_state(states, segment, work, HV, 0, 64, T)
     S1 = first_state(states, segment, work, HV, 64, 64, T)
     if T.split == "tails":

@@ -257,12 +257,20 @@ class Spread(NamedTuple):
     across: object  # [wide, 16, K] the same times exp(n + SHIFT); the last 8 rows are not read
     grown: object  # [4, K] fp32: their q
     down: object  # [wide / 2, 2, K] exp(n)
+    odd: object  # [2, 2, K] fp32: edges and grown of a block that the scan's warps turn
+    turned: object  # barrier: they have
 
 
 @gluon.constexpr_function
 def steps_awaited(T):
     """Steps whose tiles one of `full` awaits: a group's, or one where steps are turned one by one"""
     return 1 if T.spread else T.wide // 2
+
+
+@gluon.constexpr_function
+def by_scan(T):
+    """Whether the scan's warps turn the last block of an odd number of them, while the preparation turns the others (spread.py)"""
+    return T.spread and T.form == "halves" and T.groups == 1
 
 
 @gluon.constexpr_function
@@ -327,13 +335,16 @@ def make_spread(dtype: gl.constexpr, T: gl.constexpr):
     for c in gl.static_range(T.wide * T.groups // 4):
         mbarrier.init(normed.index(c), count=1)
     if T.form == "product":
-        return Spread(normed, edges, edges, edges, edges, edges)
+        return Spread(normed, edges, edges, edges, edges, edges, edges, normed)
     else:
         columns = gl.allocate_shared_memory(dtype, [T.wide, 16, T.K], tile_layout(16))
         across = gl.allocate_shared_memory(dtype, [T.wide, 16, T.K], tile_layout(16))
         grown = gl.allocate_shared_memory(gl.float32, [4, T.K], plain_shared(2))
         down = gl.allocate_shared_memory(dtype, [T.wide // 2, 2, T.K], plain_shared(2))
-        return Spread(normed, edges, columns, across, grown, down)
+        odd = gl.allocate_shared_memory(gl.float32, [2, 2, T.K], plain_shared(2))
+        turned = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+        mbarrier.init(turned.index(0), count=1)
+        return Spread(normed, edges, columns, across, grown, down, odd, turned)
 
 
 @gluon.jit
