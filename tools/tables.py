@@ -127,6 +127,15 @@ def forward_ratios(data: dict) -> Rows:
     return rows
 
 
+def beside_fla(data: dict) -> Rows:
+    """Microseconds of docs/hopper_prefill.md on the shapes that fla ran."""
+    found = {(r["shape"], r["gate"], r["regime"], r["impl"]): r["graph_ms"] for r in data["rows"]}
+    times = lambda *key: [found.get((*key[:2], regime, key[2])) for regime in REGIMES]
+    cell = lambda *key: " / ".join("-" if x is None else three(1e3 * x) for x in times(*key))
+    ran = [shape for shape in SHAPES if any(times(shape, "bounded", "fla"))]
+    return {(SHAPES[s][1],): [cell(s, gate, impl) for gate in ("bounded", "softplus") for impl in ("hopper", "fla")] for s in ran}
+
+
 def forward_phrases(data: dict) -> Iterable[str]:
     """Errors, hosts and the second peer in docs/hopper_prefill.md."""
     of = lambda impl, field: [r[field] for r in data["rows"] if r["impl"] == impl and r.get(field) is not None]
@@ -328,11 +337,14 @@ def kernels_and_torch_phrases(data: dict) -> Iterable[str]:
 
 
 FORWARD = "2026-11-30-forward"
+LARGE, SMALL = "2026-12-01-forward-beside-fla-large", "2026-12-01-forward-beside-fla-small"
 PREFILL = "docs/hopper_prefill.md"
 TABLES = (
     Table("README.md", "| tokens, heads |", FORWARD, forward_in_brief),
     Table(PREFILL, "| shape | floor |", FORWARD, forward),
     Table(PREFILL, "| shape | target |", FORWARD, forward_ratios),
+    Table(PREFILL, "| shape | bounded |", LARGE, beside_fla, after=f"{LARGE}.json"),
+    Table(PREFILL, "| shape | bounded |", SMALL, beside_fla, after=f"{SMALL}.json"),
     Table(PREFILL, "| | without | every 64 tokens |", "2026-11-30-hopper-states", states),
     Table("docs/backward.md", "| shape | gate | forward |", "2026-12-01-training", training),
     Table("docs/backward.md", "| gate | recomputed: forward |", "2026-12-01-training", training_kept),
@@ -345,12 +357,12 @@ PHRASES = (
     Phrases("README.md", FORWARD, forward_phrases_in_brief),
     Phrases(PREFILL, FORWARD, forward_phrases),
     Phrases(PREFILL, "2026-11-30-longtail", longtail_phrases),
-    Phrases(PREFILL, "2026-11-30-sanitizer", sanitizer_phrases),
+    Phrases(PREFILL, "2026-12-01-sanitizer", sanitizer_phrases),
     Phrases("docs/backward.md", "2026-11-30-training-fla", training_peer_phrases),
     Phrases("README.md", "2026-12-01-training", training_phrases_in_brief),
     Phrases("README.md", "2026-11-30-training-fla", training_peer_phrases_in_brief),
-    Phrases("CONTRIBUTING.md", "2026-11-30-gpu-tests", gpu_tests_phrases),
-    Phrases("CONTRIBUTING.md", "2026-11-30-gpu-tests-any-device", any_device_phrases),
+    Phrases("CONTRIBUTING.md", "2026-12-01-gpu-tests", gpu_tests_phrases),
+    Phrases("CONTRIBUTING.md", "2026-12-01-gpu-tests-any-device", any_device_phrases),
     Phrases("docs/portable.md", "2026-11-30-portable-forward", portable_phrases),
     Phrases("README.md", "2026-11-30-decode", decode_phrases),
     Phrases("docs/training.md", "2026-11-30-kernels-and-torch", kernels_and_torch_phrases),
