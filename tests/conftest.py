@@ -12,6 +12,9 @@ import torch
 HAS_GPU = torch.cuda.is_available()
 if not HAS_GPU:
     os.environ["TRITON_INTERPRET"] = "1"  # before any kernel is imported
+    import quick_interpreter
+
+    quick_interpreter.install()
 torch.set_num_threads(1)  # the tensors are small: threads that wait for each other on a busy machine take ten times as long
 
 
