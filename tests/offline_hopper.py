@@ -29,7 +29,7 @@ def compile_hopper(target: str, shapes: tuple[dict, ...] = SHAPES, bounded: bool
 def compile_launches(problem: Problem, config: Config) -> None:
     for one in launch.launches(problem, config, None, (torch.float32, torch.float32, torch.int32))[0]:
         sizes = [int(array or bits) // (1 if array else 8) for bits, array in PARAMETER.findall(one.compile().asm["ptx"])]
-        assert sizes == one.parameters().sizes, one.name
+        assert sizes == one.parameters().sizes, one.kernel
 
 
 def compile_any_gate(target: str) -> None:

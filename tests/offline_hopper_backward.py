@@ -18,18 +18,20 @@ PROBLEMS = {
     "unbounded gate computed outside": dict(bounded=False, raw=False, qk_l2norm=False, lengths=(70, 3), H=1, HV=2, V=64),
 }
 
+SCANS = ("table_kernel", "tails_kernel", "summaries_kernel", "combine_kernel", "scans_kernel")
 HALF = {"all options": dict(), "softplus, grouped": dict(bounded=False, H=1, HV=2, initial_state=False), "64 channels": dict(K=64, V=64)}
 
 
 def compile_half(target: str) -> None:
-    """float16, in one piece and cut."""
-    for scans in (WHOLE, Scans(1, 1)):
-        compile_gradients(target, scans, {name: dict(dtype=torch.float16) | options for name, options in HALF.items()})
+    """float16, in one piece, and the first of them cut."""
+    half = {name: dict(dtype=torch.float16) | options for name, options in HALF.items()}
+    compile_gradients(target, problems=half)
+    compile_gradients(target, Scans(1, 1), {"all options": half["all options"]})
 
 
 def compile_segments(target: str) -> None:
-    """The same with sequences cut into segments."""
-    compile_gradients(target, Scans(1, 1))
+    """The scans with sequences cut into segments."""
+    compile_gradients(target, Scans(1, 1), kernels=SCANS)
 
 
 def compile_walks(target: str) -> None:
@@ -41,9 +43,10 @@ def compile_walks(target: str) -> None:
 
 
 def compile_gradients(
-    target: str, scans: Scans = WHOLE, problems: dict[str, dict[str, object]] = PROBLEMS, part: str = "all"
+    target: str, scans: Scans = WHOLE, problems: dict[str, dict[str, object]] = PROBLEMS, part: str = "all",
+    kernels: tuple[str, ...] = (),
 ) -> None:  # fmt: skip
-    """Compile the gradients of every problem, or a part of them. `parameters`: the dtype of A_log and dt_bias."""
+    """Compile the gradients of every problem, or a part of them, or these kernels alone. `parameters`: the dtype of A_log and dt_bias."""
     for options in problems.values():
         options = dict(options)
         dtype = options.pop("parameters", torch.float32)
@@ -53,4 +56,5 @@ def compile_gradients(
         kinds = tuple(None if x is None else dtype for x in (inputs.A_log, inputs.dt_bias))
         kinds += (None if inputs.cu_seqlens is None else inputs.cu_seqlens.dtype,)
         for launch in script(problem, needs, scans, None, kinds, problem.state_dtype, False, part).launches:
-            launch.compile()
+            if not kernels or launch.kernel.rpartition(".")[2] in kernels:
+                launch.compile()
