@@ -5,7 +5,7 @@
     kernels[0].registers, kernels[0].spills, kernels[0].shared
 
 Works in processes without TRITON_INTERPRET only, so tests call `in_subprocess("sm_90", "module:function")`: function(target) launches what
-it wants compiled. `python tests/offline.py TARGET MODULE:FUNCTION` does the same from a shell and prints a table."""
+it wants compiled. `python tests/offline.py TARGET MODULE:FUNCTION...` does the same from a shell and prints a table."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 
 import triton
@@ -37,6 +38,15 @@ TARGETS = {
 }
 SHARED_LIMIT = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024, "sm_120": 99 * 1024, "gfx942": 64 * 1024}
 CAPABILITY = {"sm_80": (8, 0), "sm_90": (9, 0), "sm_100": (10, 0), "sm_120": (12, 0), "gfx942": None}
+
+
+THOROUGH = ("sm_90", "sm_120", "gfx942")  # what most figures are of, and those with the least shared memory
+RELEASE = "3.6."  # of Triton, which development is pinned to
+
+
+def problems(target: str, every: dict[str, dict], few: tuple[str, ...]) -> list[dict]:
+    """All problems, or a few that meet every kernel and the widest heads: each takes the compiler ten seconds."""
+    return [every[name] for name in (every if target in THOROUGH and triton.__version__.startswith(RELEASE) else few)]
 
 
 @dataclass(frozen=True)
@@ -143,30 +153,37 @@ def faults(target: str, kernels: list[Compiled]) -> list[str]:
 
 
 def in_subprocess(target: str, function: str) -> list[Compiled]:
-    """What `function` ("module:name", called with the target) compiles, in a process of its own without the interpreter.
+    """What `function` ("module:name", called with the target) compiles, in a process of its own without the interpreter."""
+    return each_in_subprocess(target, function)[0]
+
+
+def each_in_subprocess(target: str, *functions: str) -> list[list[Compiled]]:
+    """What each of several functions compiles, all in one process: to start one takes longer than most kernels.
 
     Compiled kernels are kept in a directory under the temporary one, so that a second run costs seconds."""
     here = Path(__file__).parent
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join([str(here), str(here.parent), environment.get("PYTHONPATH", "")])
     environment["TRITON_CACHE_DIR"] = str(Path(tempfile.gettempdir()) / f"openkda-offline-{os.getuid()}-{triton.__version__}")
-    command = [sys.executable, str(here / "offline.py"), target, function, "--json"]
+    command = [sys.executable, str(here / "offline.py"), target, *functions, "--json"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:
-        raise RuntimeError(f"compiling {function} for {target} failed:\n{done.stdout[-2000:]}{done.stderr[-6000:]}")
-    return [Compiled(**row) for row in json.loads(done.stdout.splitlines()[-1])]
+        raise RuntimeError(f"compiling {', '.join(functions)} for {target} failed:\n{done.stdout[-2000:]}{done.stderr[-6000:]}")
+    return [[Compiled(**row) for row in rows] for rows in json.loads(done.stdout.splitlines()[-1])]
 
 
 def main() -> None:
-    target, function = sys.argv[1:3]
-    module, name = function.split(":")
-    compile_all = getattr(importlib.import_module(module), name)
-    with compiling(target) as kernels:
-        compile_all(target)
+    target, *functions = (x for x in sys.argv[1:] if x != "--json")
+    found: list[list[Compiled]] = []
+    for module, name in (x.split(":") for x in functions):
+        compile_all = getattr(importlib.import_module(module), name)
+        with compiling(target) as kernels:
+            compile_all(target)
+        found.append(kernels)
     if "--json" in sys.argv:
-        print(json.dumps([asdict(k) for k in kernels]))
+        print(json.dumps([[asdict(k) for k in kernels] for kernels in found]))
         return
-    for k in kernels:
+    for k in chain(*found):
         print(f"{target} {k.name}: {k.registers} registers, {k.spills} spills, {k.shared} bytes shared, {k.warps} warps")
 
 

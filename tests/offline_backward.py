@@ -1,7 +1,7 @@
 """What the offline compilation test compiles of the portable backward."""
 
 import torch
-from offline import CAPABILITY
+from offline import CAPABILITY, problems
 
 from openkda.autograd import TENSORS
 from openkda.portable import backward
@@ -19,8 +19,8 @@ PROBLEMS = {
 
 
 def compile_backward(target: str) -> None:
-    """Compile the gradients of every problem above."""
-    for options in PROBLEMS.values():
+    """Compile the gradients of the problems above."""
+    for options in problems(target, PROBLEMS, ("any gate, ragged, grouped", "wide heads")):
         problem, inputs = make_case("random", **{**dict(T=73, H=2, K=128), **options}).described()
         problem = problem.replace(device_type="cuda", capability=CAPABILITY[target])
         needs = tuple(getattr(inputs, name) is not None for name in TENSORS)

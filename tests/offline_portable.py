@@ -1,7 +1,7 @@
 """What the offline compilation test compiles of the portable forward: problems whose configurations span those that dispatch can choose."""
 
 import torch
-from offline import CAPABILITY
+from offline import CAPABILITY, problems
 
 from openkda.portable import forward
 from openkda.portable.gated_norm import gated_norm
@@ -20,12 +20,6 @@ PROBLEMS = {
 }
 
 
-def compile_problem(target: str, name: str) -> None:
-    """Compile the forward of one of PROBLEMS."""
-    problem, inputs = make_case("random", T=32, **PROBLEMS[name]).described()
-    forward(problem.replace(device_type="cuda", capability=CAPABILITY[target]), inputs)
-
-
 def compile_pointwise(target: str) -> None:
     """Compile the short convolution and the output norm of a layer, and their gradients."""
     stream, weight = torch.zeros(2, 99, 512, dtype=BF16, requires_grad=True), torch.zeros(512, 1, 4, requires_grad=True)
@@ -41,6 +35,7 @@ def compile_tables(target: str) -> None:
 
 
 def compile_all(target: str) -> None:
-    """Compile the forward of every one of PROBLEMS."""
-    for name in PROBLEMS:
-        compile_problem(target, name)
+    """Compile the forward of PROBLEMS."""
+    for options in problems(target, PROBLEMS, ("bf16 softplus, many heads", "fp32 softplus, widest head")):
+        problem, inputs = make_case("random", T=32, **options).described()
+        forward(problem.replace(device_type="cuda", capability=CAPABILITY[target]), inputs)
