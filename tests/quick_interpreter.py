@@ -1,4 +1,4 @@
-"""Triton's interpreter without what it does over and over: half of the time of an interpreted test.
+"""Triton's interpreter without what it does over and over: two fifths of the time of an interpreted test.
 
 Every call of a kernel's function by another one looks through triton.language for what it has patched already; every tensor makes its
 type, the type's name and its shape's values anew. Results do not change; releases not named here run as they are."""
