@@ -33,6 +33,7 @@ from openkda.hopper.tiles import (
     add,
     block_layout,
     channel_layout,
+    computed_here,
     ex2,
     last,
     outward,
@@ -166,12 +167,6 @@ def load_role(ring, src, deal, queue, first, what: gl.constexpr, T: gl.constexpr
 
 
 @gluon.jit
-def unhoisted(x):
-    """x, computed where it stands: kept in registers it would cost those of every group"""
-    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
 def clear_rows(tiles, at, valid, neutral, height: gl.constexpr, columns: gl.constexpr, T: gl.constexpr):
     """Overwrite the rows from `valid` on of a group's tiles [height, columns] of ring buffer `tiles`; in tiles of 32 rows, both halves.
     A loop over pieces of 8 rows by 128 bytes, one a warp at a time: it runs once per segment, and code is dear."""
@@ -184,7 +179,7 @@ def clear_rows(tiles, at, valid, neutral, height: gl.constexpr, columns: gl.cons
     pieces = tiles._reinterpret(tiles.dtype, [T.groups * steps, W, 8, width], stack_layout(gl.num_warps(), 8, width, bits))
     piece = gl.arange(0, W, layout=gl.SliceLayout(1, gl.SliceLayout(2, L)))[:, None, None]
     i = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, L)))[None, :, None]
-    place = unhoisted(piece * 8 + i)
+    place = computed_here(piece * 8 + i)  # kept in registers it would cost those of every group
     for s in range(gl.minimum(valid, 0) + steps):  # valid > 0; a bound known to the compiler would be unrolled
         n = W * s + place // 8
         row = n // each * 16 + n % 2 * 8 + place % 8

@@ -21,7 +21,7 @@ import triton.language as tl
 
 from openkda.hopper.cluster import meet
 from openkda.hopper.compat import gdc_launch_dependents, gdc_wait, gl, gluon, mbarrier
-from openkda.hopper.tiles import Work, group_count, late, plain_shared
+from openkda.hopper.tiles import Work, computed_here, group_count, late, plain_shared
 from openkda.tables import bound_at, larger
 
 DROPPED = tl.constexpr(2.0**-34)  # a tail drops what lies before it where the largest |M| of the rows of M's halves sum to no more
@@ -195,19 +195,13 @@ class Row(NamedTuple):
 
 
 @gluon.jit
-def known_here(x):
-    """x, computed where it stands and handed over: else each role divides anew, once it has waited for the launches before"""
-    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
 def read_row(deal, item):
     segment = item // deal.HV
     row = deal.segments_ptr + segment * COLUMNS
-    head = known_here(item % deal.HV)
+    head = computed_here(item % deal.HV)  # else each role divides anew, once it has waited for the launches before
     return Row(
-        segment, head, known_here(head // deal.group), gl.load(row), gl.load(row + 1), gl.load(row + 2), gl.load(row + 3), gl.load(row + 4),
-        gl.load(row + 5), gl.load(row + 6),
+        segment, head, computed_here(head // deal.group), gl.load(row), gl.load(row + 1), gl.load(row + 2), gl.load(row + 3),
+        gl.load(row + 4), gl.load(row + 5), gl.load(row + 6),
     )  # fmt: skip
 
 

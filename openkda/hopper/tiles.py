@@ -27,6 +27,12 @@ def rsqrt(x):
 
 
 @gluon.jit
+def computed_here(x):
+    """The int32 x, computed where this stands: the compiler neither moves nor repeats it"""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def to_f32(x):
     """fp32 of a tile; bf16 two at a time, one shift and one mask"""
     if x.dtype == gl.bfloat16:
